@@ -14,11 +14,13 @@ import runpy
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "torchrec_checknrun"
@@ -116,6 +118,17 @@ EXTRAS = {
 }
 
 
+def units(sources: list[str]) -> list[list[str]]:
+    """Divide sources into those that are compiled together: the largest units first."""
+    found: dict[str, list[str]] = {}
+    for source in sources:
+        text, name = Path(source).read_text(encoding="utf-8"), Path(source).name
+        needs_torch = "<torch/" in text or "<ATen/" in text
+        unit = ("delta" if name.startswith("delta") else "rows") if needs_torch else name
+        found.setdefault(unit, []).append(source)
+    return sorted(found.values(), key=len, reverse=True)
+
+
 class BuildKernel(build_ext):
     """Compiles csrc to a library that torch.ops.load_library loads; not having it is no error.
 
@@ -145,17 +158,31 @@ class BuildKernel(build_ext):
             )
 
     def compile_at_once(self) -> None:
-        """Have the compiler take the sources on all cores: torch's headers take it half a minute
-        each.
+        """Have the compiler take the sources on all cores, and most that need torch's headers in
+        two units: the headers take it ten seconds each time.
         """
         compile_some = self.compiler.compile
 
         def compile_all(sources: list[str], *arguments: Any, **options: Any) -> list[str]:
+            def compile_unit(unit: list[str]) -> list[str]:
+                if len(unit) > 1:
+                    with suppress(CompileError):  # of equal names, say
+                        return compile_some([self.joined(unit)], *arguments, **options)
+                return compile_some(unit, *arguments, **options)
+
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                made = pool.map(lambda one: compile_some([one], *arguments, **options), sources)
+                made = pool.map(compile_unit, units(sources))
                 return [name for names in made for name in names]
 
         self.compiler.compile = compile_all
+
+    def joined(self, unit: list[str]) -> str:
+        """Write a source that includes others; return its path."""
+        path = Path(self.build_temp).resolve() / f"with_{Path(unit[0]).name}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        includes = (f'#include "{Path(source).resolve()}"\n' for source in unit)
+        path.write_text("".join(includes), encoding="utf-8")
+        return str(path)
 
     def add_torch(self, ext: Extension) -> None:
         """Names torch's headers and libraries.

@@ -159,12 +159,6 @@ class TensorPlaces:
         """Copy, as a copy of a tracked model does, with the copies of the tensors."""
         return TensorPlaces, (self._tensors,)
 
-    def addresses(self) -> list[int]:
-        """Return each tensor's address."""
-        if self._native is None:
-            return [tensor.data_ptr() for tensor in self._tensors]
-        return cast("list[int]", self._native.addresses())
-
     def layouts(self) -> tuple[list[int], list[torch.dtype]]:
         """Return each tensor's address, number of dimensions, shape and strides, one after the
         other; and the dtypes.
@@ -174,12 +168,6 @@ class TensorPlaces:
             return cast("list[int]", self._native.layouts()), dtypes
         forms = ((t.data_ptr(), t.dim(), *t.shape, *t.stride()) for t in self._tensors)
         return [number for form in forms for number in form], dtypes
-
-    def versions(self) -> list[int]:
-        """Return each tensor's version counter, which inference tensors lack."""
-        if self._native is None:
-            return [tensor._version for tensor in self._tensors]
-        return cast("list[int]", self._native.versions())
 
 
 def part_of(chosen: Chosen, start: int, stop: int) -> Chosen:

@@ -1,6 +1,6 @@
 """Choose when to save: all triggers, and a base class for your own."""
 
-from torchrec_checknrun.run.triggers import (
+from torchrec_checknrun.schedule.triggers import (
     AtEnd,
     EverySeconds,
     EverySteps,

@@ -39,7 +39,7 @@ SAVE = (
         "#dbe9f6",
         (
             Box(("the backward pass updates", "rows and marks them"), "marks/marks.py"),
-            Box(("step(): a trigger is due,", "no gradient waits"), "run/schedule.py"),
+            Box(("step(): a trigger is due,", "no gradient waits"), "schedule/schedule.py"),
         ),
     ),
     Lane(

@@ -4,9 +4,10 @@ python -m recipes.benchmarks.follow [--json FILE] [--rows N] [--dim N] [--rounds
 
 A table is trained on 26 % of its rows between two checkpoints of 4 bits, and followed by a model
 quantized to 4 bits, on one thread. Beside it: FBGEMM's list API, given the same rows in its layout,
-and a full reload, ``torch.load`` and ``quantize_inference_model``. Then four threads predict for as
-long as a version is applied again and again, and for as long as nothing is: the answers a second,
-and the slowest.
+and a full reload, by ``torch.load`` and by ``dcp.load``, each with ``quantize_inference_model``.
+Then four threads predict with a model of two kernels (SUM and MEAN, two dims) and a linear layer
+for as long as a version is applied again and again, and for as long as nothing is: the answers a
+second, and the slowest.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.inference.modules import quantize_inference_model
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -41,19 +43,32 @@ from torchrec_checknrun import Checkpointer, Consecutive, Follower, Quantization
 FRACTION = 0.26
 """Rows that change between two versions: Check-N-Run's figure for half an hour of training."""
 READERS = 4
+REST_SECONDS = 5.0
 CPU = torch.device("cpu")
 
 
 class Served(nn.Module):
-    """One table with a linear layer."""
+    """One table with a linear layer; or two, summed and averaged, the second a quarter as wide."""
 
-    def __init__(self, rows: int, dim: int, device: torch.device = CPU) -> None:
+    def __init__(
+        self, rows: int, dim: int, device: torch.device = CPU, *, two: bool = False
+    ) -> None:
         super().__init__()
-        table = EmbeddingBagConfig(
-            name="t", num_embeddings=rows, embedding_dim=dim, feature_names=["f"]
+        pooled = [("t", dim, PoolingType.SUM), ("mean", dim // 4, PoolingType.MEAN)]
+        self.ebc = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(
+                    name=name,
+                    num_embeddings=rows,
+                    embedding_dim=width,
+                    feature_names=["f"],
+                    pooling=pooling,
+                )
+                for name, width, pooling in pooled[: 1 + two]
+            ],
+            device=device,
         )
-        self.ebc = EmbeddingBagCollection([table], device=device)
-        self.over = nn.Linear(dim, 1)
+        self.over = nn.Linear(dim + dim // 4 * two, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         answer: torch.Tensor = self.over(self.ebc(features).values())
@@ -68,14 +83,14 @@ def quantized(model: nn.Module) -> Any:
 class Run:
     """A training run that saves what it changes, 26 % of the rows at a time."""
 
-    def __init__(self, root: Path, rows: int, dim: int) -> None:
+    def __init__(self, root: Path, rows: int, dim: int, *, two: bool = False) -> None:
         self.rows = rows
-        model = Served(rows, dim, torch.device("meta"))
+        model = Served(rows, dim, torch.device("meta"), two=two)
         apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.01})
         sharder = EmbeddingBagCollectionSharder()
         plan = construct_module_sharding_plan(
             model.ebc,
-            {"t": table_wise(rank=0)},
+            dict.fromkeys(("t", "mean")[: 1 + two], table_wise(rank=0)),
             sharder=sharder,
             local_size=1,
             world_size=1,
@@ -158,6 +173,22 @@ def full_reload(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, flo
     return {"seconds": median, "gigabytes": changed / median / 1e9}
 
 
+def dcp_reload(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, float]:
+    """Measure ``dcp.load`` of all rows, and their quantization."""
+    path = folder / "dcp"
+    dcp.save(Served(rows, dim).state_dict(), checkpoint_id=path, no_dist=True)
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        model = Served(rows, dim, torch.device("meta")).to_empty(device="cpu")
+        dcp.load(model.state_dict(), checkpoint_id=path, no_dist=True)
+        quantized(model)
+        seconds.append(time.perf_counter() - began)
+    median = statistics.median(seconds)
+    changed = int(FRACTION * rows) * dim * 4
+    return {"seconds": median, "gigabytes": changed / median / 1e9}
+
+
 def predictions(follower: Follower, rows: int, act: Callable[[], object]) -> dict[str, float]:
     """Predict in four threads while something is done; return answers a second, and the slowest."""
     ends = threading.Event()
@@ -197,7 +228,7 @@ def with_and_without(
     shown = threading.Semaphore(0)
     follower = Follower(
         root,
-        quantized(Served(run.rows, dim)),
+        quantized(Served(run.rows, dim, two=True)),
         copies=copies,
         interval_seconds=0.001,
         on_version=lambda _: shown.release(),
@@ -219,7 +250,7 @@ def with_and_without(
                 shown.acquire()
 
     def rest() -> dict[str, float]:
-        return predictions(follower, run.rows, lambda: time.sleep(1.0))
+        return predictions(follower, run.rows, lambda: time.sleep(REST_SECONDS))
 
     before = rest()
     applying = predictions(follower, run.rows, apply_all)
@@ -248,9 +279,13 @@ def measure(rows: int, dim: int, rounds: int) -> dict[str, Any]:
         del follower
         found["FBGEMM's list API"] = list_api(rows, dim, rounds)
         found["full reload"] = full_reload(folder, rows, dim, rounds)
+        found["dcp.load"] = dcp_reload(folder, rows, dim, rounds)
+        run.saver.close()
+        run = Run(folder / "two", rows, dim, two=True)
+        run.publish()
         for copies in (2, 1):
             found[f"predictions, copies={copies}"] = with_and_without(
-                root, run, dim, copies, rounds
+                folder / "two", run, dim, copies, rounds
             )
         run.saver.close()
     return found
@@ -265,7 +300,7 @@ def markdown(found: dict[str, Any]) -> str:
         ("follower, both copies", own["seconds"], own["gigabytes"]),
         *(
             (n, found[n]["seconds"], found[n]["gigabytes"])
-            for n in ("FBGEMM's list API", "full reload")
+            for n in ("FBGEMM's list API", "full reload", "dcp.load")
         ),
     ):
         lines.append(f"| {name} | {seconds:.3f} | {speed:.2f} |")

@@ -36,9 +36,9 @@ import torch.distributed.checkpoint as dcp
 from recipes.benchmarks.machine import describe
 from recipes.benchmarks.tracking import Job, Setting, interval
 from torchrec_checknrun import Checkpointer, Images
-from torchrec_checknrun.memory import file
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.step_journal import StepJournal
+from torchrec_checknrun.shared_memory import file
 
 BLOCK = 5  # steps of one job in a round; the first is not timed
 LOOKUPS = 2048

@@ -39,13 +39,13 @@ from tests.distributed import references
 from tests.distributed.models import Job, uniform_plan
 from tests.distributed.states import State, gather, local_parts, scramble
 from torchrec_checknrun import Checkpointer, Consecutive, Retention
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.store import retry
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 T = TypeVar("T")

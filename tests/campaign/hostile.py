@@ -29,12 +29,12 @@ from tests.unit.chains import TABLE, make_shards, restore
 from tests.unit.entries import decode_rows, decode_stored
 from tests.unit.forgery import ROWS, Forged, example, load, seal
 from tests.unit.fuzz import bounded_memory
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import CheckNRunError, StorageFailed
 from torchrec_checknrun.format import reader as read_chunks
 from torchrec_checknrun.format.manifest import RankFile, parse_manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import parse_index
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest, resolve
@@ -43,11 +43,11 @@ from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, pin
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.diff import compare
 from torchrec_checknrun.tools.export import export_dcp, export_safetensors
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 from torchrec_checknrun.tools.verify import verify
+from torchrec_checknrun.values.state import encode_state
 
 CPU_SECONDS = 5.0
 """CPU time limit of an input."""

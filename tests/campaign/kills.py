@@ -32,9 +32,9 @@ from tests.distributed.states import gather, scramble
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
-from torchrec_checknrun.root.claims import read_claims
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
+from torchrec_checknrun.writers.claims import read_claims
 
 KILLS = 4
 """Kills per trial."""

@@ -24,7 +24,6 @@ from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format import rank_file
 from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.root import writer
-from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
 from torchrec_checknrun.save import background
 from torchrec_checknrun.save.commit import CheckpointWriter
@@ -32,6 +31,7 @@ from torchrec_checknrun.snapshot import snapshot, staged
 from torchrec_checknrun.snapshot.cut_rows import CutRows
 from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.lease import Lease
 
 SPEC = ModelSpec((CollectionSpec("c", (TableSpec("t0", 60, 8, ("f0",)),)),))
 BOUND_SECONDS = 20.0

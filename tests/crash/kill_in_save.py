@@ -25,7 +25,6 @@ from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.marks.row_copies import KernelCopies, ShardCopies
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.root.deletion import Deletion
-from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.run import saver
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.save.plan import Prepared, Share
@@ -35,6 +34,7 @@ from torchrec_checknrun.snapshot.staged import StagedJob
 from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.new_file import NewFile
+from torchrec_checknrun.writers.lease import Lease
 
 RUN_DIR = Path(next(a.split("=", 1)[1] for a in sys.argv if a.startswith("run_dir=")))
 RANK = int(os.environ["RANK"])

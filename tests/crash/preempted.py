@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.run.schedule import Schedule
-from torchrec_checknrun.run.triggers import OnSigterm
+from torchrec_checknrun.schedule.schedule import Schedule
+from torchrec_checknrun.schedule.triggers import OnSigterm
 
 TIMEOUT = timedelta(seconds=60)
+GRACE_SECONDS = 50.0
+"""Long enough that a busy machine gives up before half of it."""
 
 
 class Rank:
@@ -60,7 +62,7 @@ class Rank:
 def train(rank: int, world_size: int, port: int, folder: str, seconds: float = 0.01) -> None:
     """Train steps with a collective each, until SIGTERM ends them."""
     job = Rank(rank, world_size, port, folder)
-    with job.schedule(grace=20.0) as schedule:
+    with job.schedule(GRACE_SECONDS) as schedule:
         for step in range(1, 10_000):
             time.sleep(seconds)
             dist.all_reduce(torch.ones(1))
@@ -75,7 +77,7 @@ def go_on(rank: int, world_size: int, port: int, folder: str) -> None:
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     job = Rank(rank, world_size, port, folder)
-    with job.schedule(grace=20.0) as schedule:
+    with job.schedule(GRACE_SECONDS) as schedule:
         for step in range(1, 10_000):
             time.sleep(0.01)
             dist.all_reduce(torch.ones(1))
@@ -89,7 +91,7 @@ def go_on(rank: int, world_size: int, port: int, folder: str) -> None:
     job.say("done")
 
 
-def stuck(rank: int, world_size: int, port: int, folder: str, grace: float = 20.0) -> None:
+def stuck(rank: int, world_size: int, port: int, folder: str, grace: float = GRACE_SECONDS) -> None:
     """Wait in C++, where no Python handler runs."""
     job = Rank(rank, world_size, port, folder)
     with job.schedule(grace):
@@ -100,14 +102,14 @@ def lose_the_store(rank: int, world_size: int, port: int, folder: str) -> None:
     """Keep the store on rank 1; wait in another collective on the others."""
     job = Rank(rank, world_size, port, folder, keeps_store=rank == 1)
     elsewhere = dist.HashStore()
-    with job.schedule(grace=20.0):
+    with job.schedule(GRACE_SECONDS):
         elsewhere.wait(["never"], TIMEOUT)
 
 
 def fail(rank: int, world_size: int, port: int, folder: str) -> None:
     """Raise on rank 1, which stays a while on its way out; wait on the others."""
     job = Rank(rank, world_size, port, folder)
-    with job.schedule(grace=20.0):
+    with job.schedule(GRACE_SECONDS):
         if rank == 1:
             raise RuntimeError("no more data")
         job.store.wait(["never"], TIMEOUT)
@@ -117,7 +119,7 @@ def main(folder: str) -> None:
     """Kill rank 1 from within once all are stuck, under torchrun."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = Rank(rank, world_size, int(os.environ["MASTER_PORT"]), folder)
-    with job.schedule(grace=20.0):
+    with job.schedule(GRACE_SECONDS):
         dist.barrier()
         if rank == 1:
             job.say(f"killed {time.time()}")

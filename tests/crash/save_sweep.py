@@ -30,9 +30,9 @@ from tests.distributed.states import State, gather, scramble
 from torchrec_checknrun import Checkpointer, Consecutive, Full, Retention
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.root.checkpoints import committed
-from torchrec_checknrun.root.lease import FOLDER
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
+from torchrec_checknrun.writers.lease import FOLDER
 
 SPEC = ModelSpec((CollectionSpec("c", (TableSpec("t0", 40, 8, ("f0",)),)),))
 _roots = itertools.count()

@@ -19,11 +19,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.crash import preempted
-from torchrec_checknrun.run.preemption import EXIT_CODE
+from torchrec_checknrun.schedule.preemption import EXIT_CODE
 
 REPOSITORY = Path(__file__).parents[2]
-GIVES_UP_SECONDS = 10.0
-"""Half of the grace time that ranks here would wait; two seconds on an idle machine."""
+GIVES_UP_SECONDS = preempted.GRACE_SECONDS / 2
+"""Less than the grace time that ranks here would wait; two seconds on an idle machine."""
 
 
 class Job:
@@ -63,7 +63,7 @@ class Job:
         assert pid is not None
         os.kill(pid, number)
 
-    def end(self, rank: int, seconds: float = 20) -> tuple[float, int | None]:
+    def end(self, rank: int, seconds: float = 60) -> tuple[float, int | None]:
         """Join a rank; return the seconds until its end, and its exit code."""
         started = time.monotonic()
         self.processes[rank].join(seconds)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, Plan, TableSpec
 from tests.distributed.states import local_bytes
 from torchrec_checknrun import Checkpointer, Consecutive, Images, PartialRecovery, PerRank
-from torchrec_checknrun.memory import file as files
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.partial import PeerCopies, PrioritySaves
+from torchrec_checknrun.shared_memory import file as files
 from torchrec_checknrun.store.folder import Folder
 
 EVERY = 4

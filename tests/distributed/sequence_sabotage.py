@@ -20,7 +20,7 @@ from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.policy import Decision
-from torchrec_checknrun.run import checkpointer
+from torchrec_checknrun.run import restoring
 from torchrec_checknrun.snapshot.staged import StagedRows
 from torchrec_checknrun.store.folder import Folder
 
@@ -32,14 +32,14 @@ def _no_merge(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_marks_after_restore(patch: pytest.MonkeyPatch) -> None:
-    restore = checkpointer.restore
+    restore = restoring.restore
 
     def restore_and_forget(root: Folder, target: Target, *args: Any) -> Any:
         found = restore(root, target, *args)
         target.tracked.clear(Consumer.BASELINE)
         return found
 
-    patch.setattr(checkpointer, "restore", restore_and_forget)
+    patch.setattr(restoring, "restore", restore_and_forget)
 
 
 def _no_copies(patch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.policy import Policy
-from torchrec_checknrun.run.triggers import AtEnd, Moment
+from torchrec_checknrun.schedule.triggers import AtEnd, Moment
 
 POLICIES: dict[str, Policy] = {
     "full": Full(),

@@ -28,7 +28,7 @@ from torchrec_checknrun import (
     Retention,
 )
 from torchrec_checknrun.errors import RootNotShared
-from torchrec_checknrun.restore import shared_root
+from torchrec_checknrun.root import shared_root
 
 Workers = Callable[[int], WorkerPool]
 
@@ -105,7 +105,7 @@ def all_are_refused(root: str, spec: dict[str, Any], plan: Plan) -> dict[str, st
         started = time.monotonic()
         with pytest.raises((ValueError, TypeError)) as caught:
             make(root, job, of_rank(rank))
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         told[name] = str(caught.value)
         assert not os.path.exists(root)
     for given in (

@@ -39,7 +39,7 @@ def fail_and_go_on(root: str, plan: Plan, when: str, ends: str) -> list[Any]:
     failed = gather(job)
     with storage_fails(when):
         saver.save(wait=False)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         running = saver._saver.running
         assert running is not None
         assert running.wait(deadline - time.monotonic())
@@ -191,7 +191,7 @@ def test_a_script_that_never_closes(tmp_path: Path, ends: str, background: str) 
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert "the end" in started.stdout, started.stderr
     assert (started.returncode == 0) == (ends == "well")

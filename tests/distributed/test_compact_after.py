@@ -22,7 +22,9 @@ from torchrec_checknrun.format.names import parse_id
 Workers = Callable[[int], WorkerPool]
 
 
-def checkpointer(root: str, job: Any, policy: str, keep: int | None, **quantization: Any) -> Any:
+def checkpointer(
+    root: str, job: Any, policy: str, keep: int | None, links: int = 3, **quantization: Any
+) -> Any:
     return Checkpointer(
         root,
         model=job.model,
@@ -31,7 +33,7 @@ def checkpointer(root: str, job: Any, policy: str, keep: int | None, **quantizat
         policy=POLICIES[policy],
         quantization=Quantization(**quantization, exact_below_rows=100),
         chunk_bytes=3000,
-        compact_after=CompactAfter(links=3, share=0.5),
+        compact_after=CompactAfter(links, share=0.5) if links else None,
     )
 
 
@@ -77,11 +79,13 @@ def goes_on(
 def newest_of(root: str, spec: dict[str, Any], plan: Plan, policy: str, keep: int | None) -> Any:
     """Restore the newest checkpoint, go on with the run, and restore what was saved.
 
+    Nothing is compacted, in a process that nobody would wait for.
+
     Returns:
         The chain, and digests of the state that was restored, and of the one saved last.
     """
     job = build(spec, plan)
-    with checkpointer(root, job, policy, keep) as saver:
+    with checkpointer(root, job, policy, keep, links=0) as saver:
         scramble(job)
         report = saver.restore()
         found = gather(job)

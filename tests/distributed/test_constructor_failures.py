@@ -11,7 +11,7 @@ from torch.optim import optimizer
 
 from tests.distributed.models import Plan
 from tests.distributed.small_job import Workers, build, checkpointer, where
-from torchrec_checknrun.run import checkpointer as module
+from torchrec_checknrun.run import assembly as module
 
 
 def fail_on_one_rank(root: str, spec: dict[str, Any], plan: Plan, part: str) -> int:

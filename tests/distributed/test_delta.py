@@ -18,13 +18,13 @@ from tests.distributed.test_layouts import NAMES, SPEC, layout
 from tests.distributed.worker_pool import WorkerPool
 from tests.unit.run.deltas import delta, pieces
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
 from torchrec_checknrun.tracking import TrackedModel, track
 
@@ -225,7 +225,7 @@ def goes_on(root: str, target: dict[str, Any], into: str) -> list[str | None]:
     return parents
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "mixed"])
+@pytest.mark.parametrize("kind", [pytest.param("row_wise", marks=pytest.mark.slow), "mixed"])
 def test_ranks_go_on_from_a_copy(workers: Workers, tmp_path: Path, kind: str) -> None:
     """No rank takes the copy for anything but the last link's equal."""
     root, into = str(tmp_path / "run"), str(tmp_path / "kept")

@@ -16,7 +16,7 @@ from tests.distributed.small_job import Workers, build, checkpointer, save, wher
 from torchrec_checknrun import AtEnd
 from torchrec_checknrun.errors import ModelPartlyRestored
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from torchrec_checknrun.snapshot.items import Items
 from torchrec_checknrun.snapshot.staged import StagedRows
 from torchrec_checknrun.snapshot.staging import Staging
 
-TIMEOUT = 30.0
-LATE = 15.0
+TIMEOUT = 120.0
+LATE = 60.0
 """Seconds that no failed save or restore may take; else a rank has waited for the timeout."""
 
 ON_WRITE: dict[str, tuple[Any, str]] = {

@@ -18,10 +18,10 @@ from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, compact
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.policy import Policy
 from torchrec_checknrun.root.catalog import inventory
-from torchrec_checknrun.root.lease import latest_claim
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.lease import latest_claim
 
 Workers = Callable[[int], WorkerPool]
 POLICIES: dict[str, Policy] = {

@@ -16,9 +16,9 @@ from tests.distributed.small_job import build, checkpointer, where
 from tests.distributed.states import State, gather
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Checkpointer, Consecutive, Images
-from torchrec_checknrun.memory import file as files
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory import file as files
 
 pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 

@@ -20,8 +20,8 @@ from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Full, Retention
 from torchrec_checknrun.errors import RootInUse, StorageUnreachable
 from torchrec_checknrun.format.names import checkpoint_id
-from torchrec_checknrun.root.lease import FOLDER, Claim, Holder, latest_claim
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.lease import FOLDER, Claim, Holder, latest_claim
 
 Workers = Callable[[int], WorkerPool]
 

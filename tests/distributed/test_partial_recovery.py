@@ -25,7 +25,7 @@ from tests.distributed.partial_lives import (
 )
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import Consecutive, Intermittent, OneShot, RestoreReport
-from torchrec_checknrun.run.held_restore import HeldRestore
+from torchrec_checknrun.recovery.held_restore import HeldRestore
 
 Workers = Callable[[int], WorkerPool]
 POLICIES = {"consecutive": Consecutive(), "one_shot": OneShot(), "intermittent": Intermittent()}

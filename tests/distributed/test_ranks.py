@@ -16,7 +16,7 @@ from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.ranks import Ranks
 
 Workers = Callable[[int], WorkerPool]
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 class Unsendable(Exception):

@@ -49,7 +49,7 @@ class WorkerPool:
         self._starts = 0
 
     def run(
-        self, function: Callable[..., Any], *, timeout: float = 90.0, **arguments: Any
+        self, function: Callable[..., Any], *, timeout: float = 180.0, **arguments: Any
     ) -> list[Any]:
         """Call a module's function with JSON arguments on all ranks; return their JSON results.
 

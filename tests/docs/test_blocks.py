@@ -151,7 +151,7 @@ class Session:
         assert not INSTALLS & set(words), f"{where}: a test must not change this environment"
         script = [str(REPOSITORY / word) if word.endswith(".py") else word for word in words[1:]]
         done = subprocess.run(
-            [sys.executable, *script], cwd=self._folder, capture_output=True, text=True, timeout=120
+            [sys.executable, *script], cwd=self._folder, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, f"{where}: {done.stderr}"
         return done.stdout

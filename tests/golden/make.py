@@ -27,9 +27,9 @@ from torchrec_checknrun.format.manifest import Link, Manifest, TableTotals
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
 from torchrec_checknrun.format.row_chunk import encode_rows
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.shards import RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values.state import encode_state
 
 ROWS, DIM, RANKS = 72, 12, 2
 ENCODINGS = {

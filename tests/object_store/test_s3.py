@@ -15,19 +15,19 @@ from tests.object_store.conftest import use
 from tests.object_store.fault_proxy import Fault, FaultProxy
 from tests.object_store.server import SECRET, Server
 from tests.unit.chains import Part, apply_in_order, make_shards, restore, same_bits, write
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import RootInUse, StorageFailed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting_ids
-from torchrec_checknrun.root.lease import Claim, Holder, Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store import retry, s3
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
+from torchrec_checknrun.writers.lease import Claim, Holder, Lease
 
 ROWS = 50
 

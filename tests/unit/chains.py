@@ -23,7 +23,6 @@ from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.format.rank_file import add_totals, write_rank_file
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.format.row_chunk import encode_rows
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.in_order import Turn, run_in_order
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks
@@ -33,6 +32,7 @@ from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import LocalShard, Rectangle, RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values.state import encode_state
 
 TABLE, DIM = "ebc.embedding_bags.t", 8
 STATES = {"momentum1": True, "exp_avg": False}

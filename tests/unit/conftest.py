@@ -17,6 +17,7 @@ from tests.distributed.models import Job
 from tests.unit.chains import new_root, one_thread
 from tests.unit.console import Console
 from tests.unit.run.jobs import make_job
+from tests.unit.run.lives import Lives
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun.codecs import kernel
 from torchrec_checknrun.store.folder import Folder
@@ -109,3 +110,11 @@ def control_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def lives(tmp_path: Path) -> Iterator[Lives]:
+    """Make a run with images that lives several times."""
+    made = Lives(tmp_path)
+    yield made
+    made.end()

@@ -17,6 +17,7 @@ from tests.unit.chains import DIM, TABLE, Part, make_shards, new_root, restore, 
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.codecs import Exact, Fp16, ImportanceWeighted, KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckpointNotFound,
@@ -36,16 +37,15 @@ from torchrec_checknrun.restore.content_tree import with_blocks
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed
-from torchrec_checknrun.root.lease import latest_claim
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.diff import compare
 from torchrec_checknrun.tools.export import export_dcp, export_safetensors
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 from torchrec_checknrun.tools.verify import verify
+from torchrec_checknrun.writers.lease import latest_claim
 
 ROWS = 60
 REFUSALS = (

@@ -31,13 +31,13 @@ from torchrec_checknrun.cli.output import (
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound
 from torchrec_checknrun.root import prune as pruning
 from torchrec_checknrun.root.checkpoints import require_root
-from torchrec_checknrun.root.claims import latest_claim
-from torchrec_checknrun.root.liveness import standing_of
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.retention import pin as pin_checkpoint
 from torchrec_checknrun.root.retention import unpin as unpin_checkpoint
 from torchrec_checknrun.store.retry import masked
 from torchrec_checknrun.tools.control_records import Damage, find_damage
+from torchrec_checknrun.writers.claims import latest_claim
+from torchrec_checknrun.writers.liveness import standing_of
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
@@ -65,7 +65,7 @@ class Layout(str, Enum):
 
 def compact(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     """Write a full checkpoint that restores to the same bits as a chain does."""
-    from torchrec_checknrun.tools import compact as compaction
+    from torchrec_checknrun.compaction import compact as compaction
 
     with progress("compacting") as step:
         report = compaction.compact(open_root(root).url, id, progress=step)
@@ -136,7 +136,7 @@ def publish(
     as_json: AsJson = False,
 ) -> None:
     """Copy what predictions depend on into a root for followers; run again, what is new since."""
-    from torchrec_checknrun.tools import publish as publishing
+    from torchrec_checknrun.serve import publish as publishing
 
     into = open_root(target)
     try:

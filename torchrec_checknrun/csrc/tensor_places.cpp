@@ -10,14 +10,6 @@ namespace {
 struct TensorPlaces : torch::CustomClassHolder {
   explicit TensorPlaces(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
 
-  // Returns each tensor's address.
-  std::vector<int64_t> addresses() const {
-    std::vector<int64_t> found;
-    found.reserve(tensors_.size());
-    for (const at::Tensor& tensor : tensors_) found.push_back(address(tensor));
-    return found;
-  }
-
   // Returns of each tensor the address, the number of dimensions, the shape and the strides.
   std::vector<int64_t> layouts() const {
     std::vector<int64_t> found;
@@ -28,14 +20,6 @@ struct TensorPlaces : torch::CustomClassHolder {
       for (const int64_t size : tensor.sizes()) found.push_back(size);
       for (const int64_t stride : tensor.strides()) found.push_back(stride);
     }
-    return found;
-  }
-
-  // Returns each tensor's version counter. Throws where a tensor has none.
-  std::vector<int64_t> versions() const {
-    std::vector<int64_t> found;
-    found.reserve(tensors_.size());
-    for (const at::Tensor& tensor : tensors_) found.push_back(tensor._version());
     return found;
   }
 
@@ -54,7 +38,5 @@ TORCH_LIBRARY_FRAGMENT(checknrun, library) {
   using checknrun::TensorPlaces;
   library.class_<TensorPlaces>("TensorPlaces")
       .def(torch::init<std::vector<at::Tensor>>())
-      .def("addresses", &TensorPlaces::addresses)
-      .def("layouts", &TensorPlaces::layouts)
-      .def("versions", &TensorPlaces::versions);
+      .def("layouts", &TensorPlaces::layouts);
 }

@@ -22,7 +22,6 @@ from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.manifest import Header, Kind
 from torchrec_checknrun.format.rank_file import FileSummary, Job
-from torchrec_checknrun.format.state import is_sharded
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.state_dict import (
     MODEL,
@@ -47,6 +46,7 @@ from torchrec_checknrun.shards import CHUNK_BYTES, TableShape
 from torchrec_checknrun.snapshot.items import Items
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot, take_rows
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values.state import is_sharded
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.state import SHARDED
+from torchrec_checknrun.values.state import SHARDED
 
 BUFFERS = "model.buffers"
 """Name of the state that holds each rank's own buffers."""

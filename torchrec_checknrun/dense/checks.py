@@ -13,7 +13,7 @@ from torchrec_checknrun.dense.param_groups import GROUPS, Group, SavedGroups
 from torchrec_checknrun.dense.tree import Key, Node, own_parameters
 from torchrec_checknrun.dense.wrappers import WRAPPERS, without_takers
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.state import Tree, tree_items
+from torchrec_checknrun.values.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.format.state import MOST_DEPTH, TORCH_DTYPES, encode_state
+from torchrec_checknrun.values.state import MOST_DEPTH, TORCH_DTYPES, encode_state
 
 _LIVE, _STATE, _ENUM, _DICT = "$live", "$state", "$enum", "$dict"
 """The only key of a dict that stands for a reference, a state dict's content, the name of an enum's

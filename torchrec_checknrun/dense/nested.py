@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.tree import hidden_optimizers
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.state import Tree, tree_items
+from torchrec_checknrun.values.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)
 

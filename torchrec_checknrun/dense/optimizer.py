@@ -28,8 +28,7 @@ from torchrec_checknrun.dense.param_groups import (
     stored_groups,
 )
 from torchrec_checknrun.dense.references import References
-from torchrec_checknrun.dense.same_objects import same_objects
-from torchrec_checknrun.dense.state_dicts import state_dict_of
+from torchrec_checknrun.dense.state_dicts import same_objects, state_dict_of
 from torchrec_checknrun.dense.tree import (
     Key,
     Node,
@@ -42,8 +41,8 @@ from torchrec_checknrun.dense.tree import (
 )
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.state import Tree, decode_state, empty_state, tree_items
 from torchrec_checknrun.format.state_tree import leaves
+from torchrec_checknrun.values.state import Tree, decode_state, empty_state, tree_items
 
 logger = logging.getLogger(__name__)
 

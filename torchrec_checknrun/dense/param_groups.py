@@ -15,7 +15,7 @@ import torch
 
 from torchrec_checknrun.dense.tree import Key, Node
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.format.state import (
+from torchrec_checknrun.values.state import (
     Tree,
     decode_state,
     encode_state,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.state import Tree, never, tree_items
+from torchrec_checknrun.values.state import Tree, never, tree_items
 
 Covered = Callable[[object], bool]
 """Returns whether a leaf is restored in place, or whether a key belongs to a table."""

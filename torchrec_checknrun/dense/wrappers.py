@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torchrec_checknrun.dense.live_values import LIVE, pack, put, same, why_not
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.tree import HOOKS, Node, own_parameters, parameters_of
-from torchrec_checknrun.format.state import Tree, tree_items
+from torchrec_checknrun.values.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)
 

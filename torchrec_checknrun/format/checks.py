@@ -12,6 +12,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Set
+from datetime import datetime
 from reprlib import repr as shown
 from typing import Annotated, Any, TypeVar
 
@@ -19,10 +20,10 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
+from torchrec_checknrun.values.plain_values import LARGEST
+
 MANIFEST_BYTES = 32 << 20
 INDEX_BYTES = 64 << 20
-LARGEST = 2**63 - 1
-"""The largest number: the range of int64, for readers in other languages."""
 VALUES = 1 << 22
 """The most values in one document: each takes some 60 bytes once parsed."""
 
@@ -181,3 +182,17 @@ def _finite(text: str) -> float:
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is not a number")
+
+
+def require_time(name: str, text: str) -> None:
+    """Refuse anything but ISO 8601 with a time zone: retention counts hours by it.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    try:
+        zone = datetime.fromisoformat(text).tzinfo
+    except ValueError:
+        zone = None
+    if zone is None:
+        raise ValueError(f"{name}: {shown(text)} is not ISO 8601 with a time zone")

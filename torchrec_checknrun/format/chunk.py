@@ -19,7 +19,6 @@ from msgspec import UNSET
 
 from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.checks import LARGEST
 from torchrec_checknrun.format.entries import (
     UNWRITTEN,
     BlockEntry,
@@ -30,7 +29,8 @@ from torchrec_checknrun.format.entries import (
     StateEntry,
     content_bytes,
 )
-from torchrec_checknrun.format.state import (
+from torchrec_checknrun.values.plain_values import LARGEST
+from torchrec_checknrun.values.state import (
     MOST_DEPTH,
     MOST_DIMENSIONS,
     TORCH_DTYPES,

@@ -12,7 +12,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from torchrec_checknrun.format.checks import LARGEST, Count, Record
+from torchrec_checknrun.format.checks import Count, Record
+from torchrec_checknrun.values.plain_values import LARGEST
 
 MOST = 256
 """The most losses of one lineage: a ledger is written with every checkpoint."""

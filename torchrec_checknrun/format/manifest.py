@@ -8,7 +8,6 @@ that no chain contains a checkpoint that was replaced.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from reprlib import repr as shown
 from typing import Annotated, Any, Literal
@@ -28,6 +27,7 @@ from torchrec_checknrun.format.checks import (
     parse_json,
     require_fields,
     require_limits,
+    require_time,
     seal,
     typed,
 )
@@ -146,15 +146,6 @@ class TableTotals(Record, frozen=True):
     codecs: list[Options] = msgspec.field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a checkpoint as ``Manifest`` has them."""
-
-    stored_bytes: int
-    full_fp32_bytes: int
-    modified_fraction: float
-
-
 class Manifest(Record, frozen=True, dict=True):
     """A committed checkpoint.
 
@@ -270,10 +261,6 @@ class Manifest(Record, frozen=True, dict=True):
         """Bytes of a full fp32 checkpoint: all rows, optimizer state and dense part."""
         return sum(table.fp32_bytes for table in self.tables.values()) + self.dense_bytes
 
-    def sizes(self) -> Sizes:
-        """Return the sizes that a report shows."""
-        return Sizes(self.stored_bytes, self.full_fp32_bytes, self.modified_fraction)
-
     @property
     def modified_fraction(self) -> float:
         """Stored values over all values of the tables."""
@@ -352,7 +339,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         )
     try:
         manifest = _checked(content)
-        _require_time(manifest.created_at)
+        require_time("created_at", manifest.created_at)
     except ValueError as error:
         raise CorruptCheckpoint(f"{where}: a field is missing or wrong: {error}") from error
     return msgspec.structs.replace(manifest, checksum=checksum)
@@ -406,13 +393,3 @@ def _check_deltas(manifest: Manifest) -> None:
             raise ValueError(
                 f"deltas: {shown(name)} builds on {digests.before}, in a {manifest.kind}"
             )
-
-
-def _require_time(text: str) -> None:
-    """Refuse anything but ISO 8601 with a time zone: retention counts hours by it."""
-    try:
-        zone = datetime.fromisoformat(text).tzinfo
-    except ValueError:
-        zone = None
-    if zone is None:
-        raise ValueError(f"created_at: {shown(text)} is not ISO 8601 with a time zone")

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from torchrec_checknrun.format.checks import LARGEST, Count, Record, typed
+from torchrec_checknrun.format.checks import Count, Record, typed
 from torchrec_checknrun.format.chunk import Path
-from torchrec_checknrun.format.plain_values import SETS, as_float, check_value
-from torchrec_checknrun.format.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
+from torchrec_checknrun.values.plain_values import LARGEST, SETS, as_float, check_value
+from torchrec_checknrun.values.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 
 _NUMPY_DTYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
 _HEX_FLOAT = re.compile(r"[-+]?(0x[01]\.[0-9a-f]{1,13}p[-+][0-9]{1,4}|inf|nan)")

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Self
 
 from torchrec_checknrun.errors import CheckpointNotFound
+from torchrec_checknrun.options.arguments import PerRank, Replicated
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
-from torchrec_checknrun.run.arguments import PerRank, Replicated
 
 _NAME = re.compile(r"step-(\d{8,})")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torchrec_checknrun.run.checkpointer import Checkpointer
-from torchrec_checknrun.run.triggers import OnSigterm
+from torchrec_checknrun.schedule.triggers import OnSigterm
 
 try:
     from lightning.pytorch import Callback

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchrec_checknrun.dense.generators import generators_state, set_generators
-from torchrec_checknrun.run.arguments import PerRank
+from torchrec_checknrun.memory.generators import generators_state, set_generators
+from torchrec_checknrun.options.arguments import PerRank
 
 logger = logging.getLogger(__name__)
 

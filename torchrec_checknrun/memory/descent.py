@@ -11,8 +11,8 @@ from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.marks.intervals import FIRST, IntervalClock, KeptMarks
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks
-from torchrec_checknrun.memory.areas import Attempt, Descent
-from torchrec_checknrun.memory.header import Record
+from torchrec_checknrun.shared_memory.areas import Attempt, Descent
+from torchrec_checknrun.shared_memory.header import Record
 
 _MOST_ATTEMPTS = 64
 

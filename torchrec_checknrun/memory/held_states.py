@@ -18,11 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.dense.generators import generators_state
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.state import Tree, decode_state, tree_items
-from torchrec_checknrun.memory.file import NoImage
-from torchrec_checknrun.memory.header import Piece
+from torchrec_checknrun.memory.generators import generators_state
 from torchrec_checknrun.memory.model_content import (
     PARTS,
     STATES,
@@ -38,7 +35,10 @@ from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.shards import LocalShard
+from torchrec_checknrun.shared_memory.file import NoImage
+from torchrec_checknrun.shared_memory.header import Piece
 from torchrec_checknrun.snapshot.snapshot import state_dicts
+from torchrec_checknrun.values.state import Tree, decode_state, tree_items
 
 _TABLES, _PROGRESS, _GENERATORS = "tables", "progress", "generators"
 

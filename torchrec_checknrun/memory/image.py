@@ -22,18 +22,18 @@ from torch.utils.hooks import RemovableHandle
 from torchrec_checknrun.errors import CheckNRunError, ImagesRefused
 from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.memory.agreement import Found
-from torchrec_checknrun.memory.areas import Areas, Layout
 from torchrec_checknrun.memory.descent import KeptDescent
-from torchrec_checknrun.memory.file import NoImage
-from torchrec_checknrun.memory.header import FIRST_BYTES, Piece, Word, Words
 from torchrec_checknrun.memory.held_states import HeldStates, Taker, size_of
 from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.shard_memory import ShardMemory
-from torchrec_checknrun.memory.space import require_space
 from torchrec_checknrun.memory.step_journal import FIRST_SIZE, KernelJournal, StepJournal
 from torchrec_checknrun.memory.step_states import StepStates
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.shared_memory.areas import Areas, Layout
+from torchrec_checknrun.shared_memory.file import NoImage
+from torchrec_checknrun.shared_memory.header import FIRST_BYTES, Piece, Word, Words
+from torchrec_checknrun.shared_memory.space import require_space
 
 logger = logging.getLogger(__name__)
 

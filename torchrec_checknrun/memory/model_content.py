@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import torch
 
-from torchrec_checknrun.format.state import Tree, encode_state
-from torchrec_checknrun.memory.header import Piece
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.dense_model import DenseModel, DensePart
 from torchrec_checknrun.model.state_dict import MODEL
+from torchrec_checknrun.shared_memory.header import Piece
+from torchrec_checknrun.values.state import Tree, encode_state
 
 STATES, PARTS = "states", "parts"
 """Names in a section: state dicts by name, and local parts of sharded tensors."""

@@ -22,10 +22,10 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from torchrec_checknrun.dense.param_groups import GROUPS, options_of
 from torchrec_checknrun.dense.tree import HOOKS
-from torchrec_checknrun.format.state import Tree, encode_state, tree_items
-from torchrec_checknrun.memory.header import Piece
 from torchrec_checknrun.memory.model_content import STATES, sealed
 from torchrec_checknrun.native import TensorPlaces
+from torchrec_checknrun.shared_memory.header import Piece
+from torchrec_checknrun.values.state import Tree, encode_state, tree_items
 
 _LOOKED_INTO = frozenset({"state", "param_groups", "defaults", "params", "_optimizer"})
 """Attributes whose content is compared as well."""

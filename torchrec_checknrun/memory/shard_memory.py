@@ -11,11 +11,11 @@ import hashlib
 import torch
 
 from torchrec_checknrun.errors import ImagesRefused
-from torchrec_checknrun.memory.areas import Areas
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory.areas import Areas
 
 
 class ShardMemory:

@@ -16,10 +16,10 @@ import torch
 
 from torchrec_checknrun.errors import ImagesRefused
 from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
-from torchrec_checknrun.memory.areas import Areas
-from torchrec_checknrun.memory.file import NoImage
-from torchrec_checknrun.memory.header import Word
 from torchrec_checknrun.shards import LocalShard
+from torchrec_checknrun.shared_memory.areas import Areas
+from torchrec_checknrun.shared_memory.file import NoImage
+from torchrec_checknrun.shared_memory.header import Word
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from torchrec_checknrun.memory.areas import Areas
-from torchrec_checknrun.memory.file import NoImage
-from torchrec_checknrun.memory.header import HEAD_BYTES, Piece, Place
 from torchrec_checknrun.memory.held_states import size_of
+from torchrec_checknrun.shared_memory.areas import Areas
+from torchrec_checknrun.shared_memory.file import NoImage
+from torchrec_checknrun.shared_memory.header import HEAD_BYTES, Piece, Place
 
 _NAMES = ("state-0", "state-1")
 

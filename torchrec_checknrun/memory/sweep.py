@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchrec_checknrun.memory.file import PAGE, ImageFile, NoImage, owner_text
-from torchrec_checknrun.memory.header import Word, Words
+from torchrec_checknrun.shared_memory.file import PAGE, ImageFile, NoImage, owner_text
+from torchrec_checknrun.shared_memory.header import Word, Words
 
 _NAME = re.compile(r"checknrun-(\d+)-([0-9a-f]{16})-(\d+)of(\d+)\.image")
 

@@ -23,7 +23,7 @@ from torchrec_checknrun.format.chunk import (
     name_of,
 )
 from torchrec_checknrun.format.entries import BlockEntry
-from torchrec_checknrun.format.state import raw_bytes
+from torchrec_checknrun.values.state import raw_bytes
 
 
 @dataclass

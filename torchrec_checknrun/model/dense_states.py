@@ -24,9 +24,9 @@ from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.references import tensors_of
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
-from torchrec_checknrun.format.state import Tree
 from torchrec_checknrun.model.dense_model import DensePart
 from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.values.state import Tree
 
 
 class DenseStates:

@@ -31,7 +31,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_checknrun.dense.optimizers import row_states, state_of
 from torchrec_checknrun.errors import UnsupportedTable
-from torchrec_checknrun.native import TensorPlaces
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
 _TOUCHES_LOOKED_UP_ROWS_ONLY = frozenset(
@@ -65,8 +64,7 @@ class KernelMemory:
 
     def __init__(self, tbe: Any, weights: list[torch.Tensor]) -> None:
         self._bases = _bases(tbe)
-        self._base_places = TensorPlaces(self._bases)
-        self._addresses = self._base_places.addresses()
+        self._addresses = [base.data_ptr() for base in self._bases]
         self.weights = weights
         self.states = _optimizer_states(tbe, weights, ())
         self.tensors = [
@@ -75,7 +73,6 @@ class KernelMemory:
         ]
         self.places = [tensor.data_ptr() for tensor in self.tensors]
         self._have_versions = not any(tensor.is_inference() for tensor in self.tensors)
-        self._counters = TensorPlaces(self.tensors)
 
     def holds(self, tbe: Any) -> bool:
         """Return whether the module still has just these tensors, at these addresses.
@@ -86,13 +83,13 @@ class KernelMemory:
         return (
             len(bases) == len(self._bases)
             and all(map(operator.is_, bases, self._bases))
-            and self._addresses == self._base_places.addresses()
+            and self._addresses == [base.data_ptr() for base in bases]
         )
 
     def versions(self) -> list[int]:
         """Return the tensors' version counters; none for inference tensors."""
         if self._have_versions:
-            return self._counters.versions()
+            return [tensor._version for tensor in self.tensors]
         return [-1 if tensor.is_inference() else tensor._version for tensor in self.tensors]
 
 

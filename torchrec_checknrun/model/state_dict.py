@@ -22,11 +22,11 @@ from torchrec_checknrun.boxes import Box, Span
 from torchrec_checknrun.dense.tree import WEIGHT, names_table
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import Path, dtype_name, name_of
-from torchrec_checknrun.format.state import MOST_DEPTH, SHARDED, TORCH_DTYPES
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.values.state import MOST_DEPTH, SHARDED, TORCH_DTYPES
 
 MODEL = "model"
 """The state that holds the model's dense parameters."""

@@ -8,8 +8,8 @@ from typing import Any
 from torchrec_checknrun.boxes import Span, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import BlockHeader, Path, dtype_name, name_of
-from torchrec_checknrun.format.state import are_convertible
 from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.values.state import are_convertible
 
 SavedBlocks = dict[Path, dict[str, BlockHeader]]
 """A checkpoint's pieces, by the tensor's path and the name of the chunk."""

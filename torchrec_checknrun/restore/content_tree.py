@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from torchrec_checknrun.format.chunk import BlockHeader, Path, dtype_name
-from torchrec_checknrun.format.state import Tree, tree_items, tree_values
 from torchrec_checknrun.placements import dtype_of
 from torchrec_checknrun.restore.blocks import SavedBlocks
+from torchrec_checknrun.values.state import Tree, tree_items, tree_values
 
 
 def with_blocks(tree: Tree, name: str, saved: SavedBlocks) -> Tree:

@@ -15,7 +15,6 @@ from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.format.chunk import BlockHeader
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.reader import StoredChunk
-from torchrec_checknrun.format.state import SHARDED, is_sharded
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hand_written import mark_memory
@@ -36,6 +35,7 @@ from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.restore.states import Owners, SavedStates, StateRestore
 from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values.state import SHARDED, is_sharded
 
 
 class ChainRestore:

@@ -36,12 +36,12 @@ from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.plan import ChainRestore
-from torchrec_checknrun.restore.shared_root import require_shared
 from torchrec_checknrun.restore.states import Merge, Owners
 from torchrec_checknrun.root.chain import Chain, newest, resolve
-from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.counting import is_newest
+from torchrec_checknrun.root.shared_root import require_shared
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import latest_claim
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.state import (
+from torchrec_checknrun.placements import dtype_of
+from torchrec_checknrun.values.state import (
     SHARDED,
     TORCH_DTYPES,
     Tree,
@@ -18,7 +19,6 @@ from torchrec_checknrun.format.state import (
     tree_items,
     tree_values,
 )
-from torchrec_checknrun.placements import dtype_of
 
 
 def check_state(

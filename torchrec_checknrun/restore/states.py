@@ -20,7 +20,6 @@ from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import Path, decode_state_chunk
 from torchrec_checknrun.format.entries import StateEntry
-from torchrec_checknrun.format.state import Tree, is_sharded, tree_items
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, write_whole
 from torchrec_checknrun.restore.blocks import SavedBlocks
@@ -28,6 +27,7 @@ from torchrec_checknrun.restore.chunks import ChainContent
 from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
+from torchrec_checknrun.values.state import Tree, is_sharded, tree_items
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.chain import files_problem, parent_among, walk
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
-from torchrec_checknrun.root.claims import FOLDER, Claim, Claims, read_claims, require_claim
-from torchrec_checknrun.root.liveness import seems_alive
 from torchrec_checknrun.root.retention import abandoned_ids, is_pinned
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import FOLDER, Claim, Claims, read_claims, require_claim
+from torchrec_checknrun.writers.liveness import seems_alive
 
 Status = Literal["restorable", "abandoned", "ignored", "undecided", "broken", "uncommitted"]
 """The use of a checkpoint:

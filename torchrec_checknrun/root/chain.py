@@ -25,8 +25,8 @@ from torchrec_checknrun.root.checkpoints import (
     has_manifest,
     read_manifest,
 )
-from torchrec_checknrun.root.claims import read_claims, require_claim
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import read_claims, require_claim
 
 logger = logging.getLogger(__name__)
 

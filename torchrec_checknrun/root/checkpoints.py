@@ -25,8 +25,8 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.checks import MANIFEST_BYTES
 from torchrec_checknrun.format.manifest import Manifest, parse_manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId, is_plain_name, parse_ids
-from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import FOLDER
 
 logger = logging.getLogger(__name__)
 

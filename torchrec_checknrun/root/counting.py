@@ -18,8 +18,8 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import sequence_of
 from torchrec_checknrun.root.checkpoints import Listing, committed, read_manifest
-from torchrec_checknrun.root.claims import Claim, require_claim
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import Claim, require_claim
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
 from torchrec_checknrun.root.chain import parent_among
-from torchrec_checknrun.root.claims import FOLDER
-from torchrec_checknrun.root.liveness import is_abandoned
 from torchrec_checknrun.root.retention import PINNED
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import FOLDER
+from torchrec_checknrun.writers.liveness import is_abandoned
 
 
 class Deletion:

@@ -25,12 +25,9 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
 from torchrec_checknrun.root.chain import files_problem
 from torchrec_checknrun.root.checkpoints import Listing, committed, read_manifest
-from torchrec_checknrun.root.claims import Claim, read_claims
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
 from torchrec_checknrun.root.deletion import Deletion, find_leftovers, with_parents
 from torchrec_checknrun.root.followers import held_by_followers
-from torchrec_checknrun.root.lease import Lease
-from torchrec_checknrun.root.liveness import clean_up, standing_of
 from torchrec_checknrun.root.retention import (
     PINNED,
     Retention,
@@ -40,6 +37,9 @@ from torchrec_checknrun.root.retention import (
     originals_of,
 )
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import Claim, read_claims
+from torchrec_checknrun.writers.lease import Lease
+from torchrec_checknrun.writers.liveness import clean_up, standing_of
 
 logger = logging.getLogger(__name__)
 

@@ -241,7 +241,6 @@ def checkpoint_report(
         "manifest": manifest.size,
     }
     payload = sum(parts.values()) - parts["manifest"]
-    sizes = manifest.sizes()
     measured = [t for t in tables if t.error_rows]
     sampled = sum(t.error_rows for t in measured)
     return CheckpointReport(
@@ -252,12 +251,12 @@ def checkpoint_report(
         parent=manifest.parent.id if manifest.parent else None,
         modified_rows=sum(t.stored_values // max(1, t.dim) for t in tables),
         total_rows=sum(t.rows for t in tables),
-        modified_fraction=sizes.modified_fraction,
+        modified_fraction=manifest.modified_fraction,
         table_fractions={
             name: t.stored_values / max(1, t.rows * t.dim) for name, t in manifest.tables.items()
         },
-        bytes={**parts, "other": sizes.stored_bytes - payload},
-        full_fp32_bytes=sizes.full_fp32_bytes,
+        bytes={**parts, "other": manifest.stored_bytes - payload},
+        full_fp32_bytes=manifest.full_fp32_bytes,
         modified_bytes=sum(t.modified_bytes for t in tables) + manifest.dense_bytes,
         encoded_bytes=sum(t.encoded_bytes for t in tables) + manifest.dense_bytes,
         stall_seconds=progress.staged + progress.protection.seconds,

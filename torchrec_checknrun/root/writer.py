@@ -15,14 +15,14 @@ from torchrec_checknrun.root.checkpoints import (
     highest_sequence,
     read_manifest,
 )
-from torchrec_checknrun.root.claims import Claim, Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids, highest_epoch
-from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.lineage import Lineage, Proposal, last_number, note_number
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.prune import Pruned, Pruner, prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import Claim, Holder, latest_claim
+from torchrec_checknrun.writers.lease import Lease
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

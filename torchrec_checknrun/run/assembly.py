@@ -18,15 +18,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.optimizers import left_to_others
 from torchrec_checknrun.model.tracked import TrackedModel, track
+from torchrec_checknrun.options.agreement import agreed
+from torchrec_checknrun.options.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
+from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.recovery.survival import Survival, close_image, make_image
 from torchrec_checknrun.restore.restore import Target
-from torchrec_checknrun.run.agreement import agreed
-from torchrec_checknrun.run.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
-from torchrec_checknrun.run.options import Options
+from torchrec_checknrun.run.publisher import Publisher, make_publisher
+from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.links import REFERENCE_SHARES, too_large
+from torchrec_checknrun.schedule.schedule import Schedule
 from torchrec_checknrun.snapshot.memory import default_budget
+from torchrec_checknrun.tiers.peers import make_peers
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -42,6 +47,8 @@ class Assembly:
         ranks: the ranks as the training thread reaches them.
         background_ranks: the ranks as the background reaches them, at the same time.
         target: the tracked model and its states.
+        saver, survival, schedule, publisher: what saves, goes on from images, says when, and
+            publishes; there is a publisher only if something is to be published.
     """
 
     options: Options
@@ -49,6 +56,10 @@ class Assembly:
     background_ranks: Ranks
     target: Target
     background: Background
+    saver: Saver = field(init=False)
+    survival: Survival = field(init=False)
+    schedule: Schedule = field(init=False)
+    publisher: Publisher | None = field(init=False)
     _closers: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
@@ -84,9 +95,30 @@ class Assembly:
             ranks.close()
             background_ranks.close()
             raise
-        return cls(options, ranks, background_ranks, target, background)
+        parts = cls(options, ranks, background_ranks, target, background)
+        parts._make_workers()
+        return parts
 
-    def on_all_ranks(self, make: Callable[[], T], close: Callable[[T], None]) -> T:
+    def _make_workers(self) -> None:
+        options, target, ranks = self.options, self.target, self.ranks
+        image = self._on_all_ranks(partial(make_image, options, target, ranks), close_image)
+        saver = partial(Saver, options, target, ranks, self.background, image)
+        self.saver = self._on_all_ranks(saver, Saver.close)
+        wanted = None if options.partial is None else options.partial.peers
+        peers = self._on_all_ranks(
+            partial(make_peers, wanted, image, ranks, self.background_ranks), lambda _: None
+        )
+        self.background.destination.copies = peers
+        self.survival = Survival(options, target, ranks, self.saver, image, peers)
+        self.schedule = self._on_all_ranks(
+            partial(Schedule, options.all_triggers, ranks), lambda made: made.close(failed=True)
+        )
+        self.publisher = self._on_all_ranks(
+            partial(make_publisher, options, target, ranks, self.background, self.saver),
+            lambda _: None,
+        )
+
+    def _on_all_ranks(self, make: Callable[[], T], close: Callable[[T], None]) -> T:
         """Make something of these parts on all ranks; a collective.
 
         On an error, close everything made so far and the parts, and raise one rank's error on all

@@ -5,11 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from functools import partial as bind
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -19,40 +15,33 @@ from typing_extensions import Never
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import Patterns
-from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored, SaveFailed
+from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.partial import PartialRecovery
-from torchrec_checknrun.model.tracked import RowIds
+from torchrec_checknrun.options.arguments import PerRank, Replicated
+from torchrec_checknrun.options.compact_after import CompactAfter
+from torchrec_checknrun.options.options import Callback, Resume, WhenBusy
+from torchrec_checknrun.options.publish import Publish
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.restore import Restored, restore
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
 from torchrec_checknrun.root.retention import Retention
-from torchrec_checknrun.run.arguments import PerRank, Replicated
 from torchrec_checknrun.run.assembly import Assembly
-from torchrec_checknrun.run.compaction import CompactAfter
-from torchrec_checknrun.run.facts import Begun, not_begun
-from torchrec_checknrun.run.missing_root import protect_existing, start_fresh
-from torchrec_checknrun.run.options import Callback, Resume, WhenBusy
-from torchrec_checknrun.run.publish import Publish
-from torchrec_checknrun.run.publisher import make_publisher
-from torchrec_checknrun.run.restore_report import report_recovered, report_restored
-from torchrec_checknrun.run.saver import Saver
-from torchrec_checknrun.run.schedule import Schedule
-from torchrec_checknrun.run.survival import Recovered, Survival, close_image, make_image
-from torchrec_checknrun.run.triggers import Trigger
+from torchrec_checknrun.run.by_hand import WrittenByHand
+from torchrec_checknrun.run.facts import Begun, not_begun, not_begun_at_the_end
+from torchrec_checknrun.run.restoring import Restoring
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.save.parent_content import DenseForm
+from torchrec_checknrun.schedule.triggers import Trigger
 from torchrec_checknrun.shards import CHUNK_BYTES
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
-from torchrec_checknrun.tiers.peers import make_peers
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_RETENTION = Retention()
 
 
-class Checkpointer:
+class Checkpointer(WrittenByHand):
     """The checkpoints of one TorchRec model: saves the model and its run's state, restores both.
 
     Construct it on all ranks at once, after the model is sharded. Call ``restore``, ``step``,
@@ -152,29 +141,13 @@ class Checkpointer:
         self.root = parts.options.root
         self.steps = 0
         """Optimizer steps done, counted by ``step`` and restored with a checkpoint."""
-        self._options = parts.options
+        self._options, self._target = parts.options, parts.target
         self._ranks, self._background_ranks = parts.ranks, parts.background_ranks
-        self._target = parts.target
-        image = parts.on_all_ranks(
-            bind(make_image, parts.options, parts.target, parts.ranks), close_image
+        self._saver, self._survival = parts.saver, parts.survival
+        self._schedule, self._publisher = parts.schedule, parts.publisher
+        self._restoring = Restoring(
+            self._options, self._target, self._ranks, self._saver, self._survival
         )
-        saver = bind(Saver, parts.options, parts.target, parts.ranks, parts.background, image)
-        self._saver = parts.on_all_ranks(saver, Saver.close)
-        wanted = None if partial is None else partial.peers
-        peers = parts.on_all_ranks(
-            bind(make_peers, wanted, image, parts.ranks, parts.background_ranks), lambda _: None
-        )
-        parts.background.destination.copies = peers
-        self._survival = Survival(
-            parts.options, parts.target, parts.ranks, self._saver, image, peers
-        )
-        schedule = bind(Schedule, parts.options.all_triggers, parts.ranks)
-        self._schedule = parts.on_all_ranks(schedule, lambda made: made.close(failed=True))
-        publisher = bind(
-            make_publisher, parts.options, parts.target, parts.ranks, parts.background, self._saver
-        )
-        self._publisher = parts.on_all_ranks(publisher, lambda _: None)
-        self._partly_restored: str | None = None
         self._closed = False
 
     def restore(
@@ -219,68 +192,20 @@ class Checkpointer:
                 be restored; from then on ``step`` and ``save`` raise this error, too.
         """
         self._refuse_if_closed()
-        started = time.perf_counter()
         if verify not in ("read", "all"):
             raise ValueError(f"verify must be 'read' or 'all', not {verify!r}")
-        before = self._saver.proposer.quantization
+        fit = Fit(map or {}, strict, shrink)
         self._forget_failure()
         self._saver.before_restore()
         if self._publisher is not None:
             self._publisher.before_restore()
-        if required is None and checkpoint is None and self._options.resume == "never":
-            protect_existing(self.root, self._ranks, self._saver.writer)
-            self._survival.begin(self.steps)
-            return None
-        if checkpoint is None and (recovered := self._recover()) is not None:
-            return report_recovered(self._saver, recovered, time.perf_counter() - started)
-        self._survival.overwriting()
-        found = self._apply(checkpoint, Fit(map or {}, strict, shrink), verify == "all")
-        self._partly_restored = None
-        self._saver.deferred = False
-        self._survival.begin(self.steps)
-        if found is None:
-            must = self._options.resume == "must" if required is None else required
-            start_fresh(self.root, self._ranks, required=must)
-            return None
-        report = report_restored(self._saver, found, before, time.perf_counter() - started)
-        return replace(report, without_images=self._survival.reasons)
-
-    def _recover(self) -> Recovered | None:
-        """Go on from images and note it; None if they can't be used."""
+        self._restoring.steps = self.steps
         try:
-            recovered = self._survival.recover()
-        except ModelPartlyRestored as error:
-            self._partly_restored = str(error)
-            raise
-        if recovered is not None:
-            self.steps, self._partly_restored = recovered.step, None
-            self._saver.deferred = False
-        return recovered
-
-    def _apply(self, checkpoint: str | None, fit: Fit, verify_all: bool) -> Restored | None:
-        """Restore the model and note it, or remember that the model is partly restored."""
-        target = replace(self._target, fit=fit)
-        try:
-            found = restore(self.root, target, self._ranks, checkpoint, verify_all)
-            if found is not None:
-                self.steps = found.chain.head.step
-                self._saver.restored(
-                    found.chain,
-                    found.converted,
-                    found.forks,
-                    partly=bool(found.skipped),
-                    references=found.references,
-                )
-                found.references = []
-                # ``found`` speaks of the shards as they are now.
-                self._target.tracked.converted = False
-        except BaseException as error:
-            if isinstance(error, ModelPartlyRestored) or not isinstance(
-                error, (CheckNRunError, OSError)
-            ):
-                self._partly_restored = str(error)
-            raise
-        return found
+            return self._restoring.restore(
+                checkpoint, fit, verify_all=verify == "all", required=required
+            )
+        finally:
+            self.steps = self._restoring.steps
 
     def step(self) -> CheckpointReport | None:
         """Count a training step and begin a checkpoint if one is due; call it after every step.
@@ -380,41 +305,12 @@ class Checkpointer:
         if self._publisher is None:
             raise ValueError("nothing is published: give Checkpointer(..., publish=Publish(root))")
         self._settle(wait=True)
-        if not self._publisher.begin(self.steps) or not wait:
-            return None
-        self._publisher.settle(wait=True)
-        return None if self._publisher.failures else self._publisher.last
+        return self._publisher.publish(self.steps, wait)
 
     @property
     def published(self) -> CheckpointReport | None:
         """The report of the last publication that was committed; None before the first."""
         return None if self._publisher is None else self._publisher.last
-
-    def mark(self, table: str, rows: RowIds) -> None:
-        """Mark rows (global ids) that were written unnoticed by PyTorch; call it on all ranks.
-
-        Writes through ``.data``, NumPy, a collective on the table or a kernel of your own need
-        this. Other writes by hand (``copy_``, ``weight[rows] = …``, ``load_state_dict``, also of
-        optimizers) are noticed, and mark all rows of the tables concerned, whether ``mark`` names
-        some or not: wrap them in ``writing`` to save only the rows written.
-
-        Raises:
-            KeyError, IndexError: no such table, or no such row of it.
-        """
-        self._target.tracked.mark(table, rows)
-        self._survival.missed("they were written unnoticed, and marked afterwards")
-
-    def writing(self, table: str, rows: RowIds) -> AbstractContextManager[None]:
-        """Mark these rows (global ids), and no others, for the writes of a ``with`` block.
-
-        Enter it on all ranks; each rank writes the rows that it holds. Raises as ``mark``.
-        """
-        return self._target.tracked.writing(table, rows)
-
-    def mark_all(self, table: str | None = None) -> None:
-        """Mark all rows of a table, or of all tables; call it on all ranks."""
-        self._target.tracked.mark_all(table)
-        self._survival.missed("they were written unnoticed, and marked afterwards")
 
     def wait(self) -> CheckpointReport | None:
         """Wait until the checkpoint that was begun is durable; return its report as ``step`` does.
@@ -439,15 +335,12 @@ class Checkpointer:
         try:
             self._settle(wait=True)
             put_off = self._saver.deferred and self._saver.behind  # and no step comes after it
-            wanted = (self._schedule.at_end or put_off) and self._partly_restored is None
+            wanted = (self._schedule.at_end or put_off) and self._restoring.partly_restored is None
             if wanted and self._saver.proposer.has_unsaved_steps(self.steps):
                 self._forget_failure()  # its rows are part of the checkpoint begun here
                 self._survival.before_save()
                 if self._begin() is Begun.DEFERRED:
-                    raise SaveFailed(
-                        f"the last checkpoint, of step {self.steps}, was not made: gradients wait "
-                        "for their optimizer. Call its step() or zero_grad() before close()"
-                    )
+                    raise not_begun_at_the_end(self.steps)
             self.wait()
         finally:
             idle = not (self._saver.running or self._saver.publishing() or self._saver.hangs)
@@ -474,10 +367,9 @@ class Checkpointer:
         self._closed = True
         self._survival.close(over=not failed)
         self._target.tracked.close()
-        if self._publisher is not None:
-            self._publisher.close(failed)
-        self._saver.close(failed)
-        self._schedule.close(failed)
+        for part in (self._publisher, self._saver, self._schedule):
+            if part is not None:
+                part.close(failed)
 
     def _settle(self, wait: bool) -> None:
         """Note the outcome of what is being written, a publication or a checkpoint."""
@@ -500,14 +392,9 @@ class Checkpointer:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise CheckNRunError(
-                f"this Checkpointer of {self.root} is closed, and its hooks are off the model: "
-                "make a new one to go on"
+                f"this Checkpointer of {self.root} is closed, its hooks are off: make a new one"
             )
 
     def _require_usable(self) -> None:
         self._refuse_if_closed()
-        if self._partly_restored is not None:
-            raise ModelPartlyRestored(
-                "a restore failed half-way: restore again, or start from a new model. "
-                f"{self._partly_restored}"
-            )
+        self._restoring.require_whole()

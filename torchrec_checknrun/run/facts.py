@@ -74,3 +74,11 @@ def not_begun(begun: Begun, step: int) -> CheckNRunError | None:
             "again; step() saves by itself as soon as none waits"
         )
     return None
+
+
+def not_begun_at_the_end(step: int) -> SaveFailed:
+    """Return the error for a run that ends while gradients wait: no step comes to save after."""
+    return SaveFailed(
+        f"the last checkpoint, of step {step}, was not made: gradients wait for their optimizer. "
+        "Call its step() or zero_grad() before close()"
+    )

@@ -15,9 +15,10 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.layers import Consumer, Share
 from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.options.compact_after import CompactAfter
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run.compaction import CompactAfter, CompactionProcess, Copied
+from torchrec_checknrun.run.compaction import CompactionProcess, Copied
 from torchrec_checknrun.save.links import HeldReferences
 from torchrec_checknrun.store.folder import Folder
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import resolve
@@ -19,7 +20,6 @@ from torchrec_checknrun.root.policy import Full
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run.facts import Facts
 from torchrec_checknrun.run.going_on import GoingOn
-from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.save.links import HeldReferences, agreed, delta_tables, links_exceed_base
 from torchrec_checknrun.snapshot.items import Fingerprint, Items, fingerprint
 from torchrec_checknrun.snapshot.snapshot import Declared, take_states

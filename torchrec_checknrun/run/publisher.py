@@ -18,6 +18,8 @@ from functools import partial
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.model.tracked_shard import TrackedShard
+from torchrec_checknrun.options.options import Options
+from torchrec_checknrun.options.publish import check_publishable
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.lineage import Lineage, Proposal
@@ -25,18 +27,16 @@ from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run.options import Options
-from torchrec_checknrun.run.publish import check_publishable
 from torchrec_checknrun.run.replicas import united_later
 from torchrec_checknrun.run.root_claim import RootClaim
 from torchrec_checknrun.run.saver import Saver
-from torchrec_checknrun.run.schedule import Schedule
-from torchrec_checknrun.run.triggers import Moment
 from torchrec_checknrun.run.waiting import await_save, finish_at_exit
 from torchrec_checknrun.save.background import Background, Destination
 from torchrec_checknrun.save.parent_content import ParentContent
 from torchrec_checknrun.save.process import require_shared
 from torchrec_checknrun.save.save import Save
+from torchrec_checknrun.schedule.schedule import Schedule
+from torchrec_checknrun.schedule.triggers import Moment
 from torchrec_checknrun.snapshot.publication import take_publication
 from torchrec_checknrun.snapshot.snapshot import Snapshot
 from torchrec_checknrun.threads import gc_paused
@@ -204,6 +204,13 @@ class Publisher:
         if self._ranks.rank == 0:
             logger.info("published: %s", self.last)
             self._writer.prune(manifest)
+
+    def publish(self, step: int, wait: bool) -> CheckpointReport | None:
+        """Publish now; arguments and answer as of ``Checkpointer.publish``."""
+        if not self.begin(step) or not wait:
+            return None
+        self.settle(wait=True)
+        return None if self.failures else self.last
 
     def before_restore(self) -> None:
         """Wait for the publication on its way; the next one is a base, whatever is restored: rows

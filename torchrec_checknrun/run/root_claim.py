@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from torchrec_checknrun.errors import RootInUse
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.restore.shared_root import require_shared
-from torchrec_checknrun.root.lease import FOLDER, Holder
+from torchrec_checknrun.root.shared_root import require_shared
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.lease import FOLDER, Holder
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

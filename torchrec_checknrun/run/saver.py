@@ -21,6 +21,7 @@ from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.image import RankImage
+from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain
@@ -30,7 +31,6 @@ from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run.facts import Begun, Facts, require_one_step
 from torchrec_checknrun.run.going_on import GoingOn
-from torchrec_checknrun.run.options import Options
 from torchrec_checknrun.run.outcomes import Outcomes
 from torchrec_checknrun.run.proposer import Proposer
 from torchrec_checknrun.run.replicas import united_later

@@ -23,7 +23,6 @@ from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import write_rank_file
-from torchrec_checknrun.format.state import RawViews
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
@@ -43,6 +42,7 @@ from torchrec_checknrun.snapshot.staging import COPIER, Staging
 from torchrec_checknrun.store.file_copy import CopyTo
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import ReadyThread
+from torchrec_checknrun.values.state import RawViews
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

@@ -24,12 +24,12 @@ from torchrec_checknrun.format.rank_file import (
 )
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.checkpoints import highest_sequence
-from torchrec_checknrun.root.claims import latest_claim
 from torchrec_checknrun.root.writer import commit
 from torchrec_checknrun.save.plan import GlobalPlan, LocalPlan, Prepared, Share, make_global_plan
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import gc_paused
 from torchrec_checknrun.version import __version__
+from torchrec_checknrun.writers.claims import latest_claim
 
 
 def save_checkpoint(

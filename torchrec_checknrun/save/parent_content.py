@@ -18,10 +18,10 @@ from torchrec_checknrun.format.entries import BlockEntry, Entry, RowsEntry
 from torchrec_checknrun.format.manifest import Link, Manifest
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.format.reader import dense_key
-from torchrec_checknrun.format.state import TORCH_DTYPES
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.snapshot.staged import StagedChunk, StagedJob, StagedTensor
+from torchrec_checknrun.values.state import TORCH_DTYPES
 
 DenseForm = Literal["difference", "whole"]
 MOST_BYTES = 1 << 30

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.format.state import Tree
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.ranks import listed, ranks_text
 from torchrec_checknrun.snapshot.digest import Digest
+from torchrec_checknrun.values.state import Tree
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

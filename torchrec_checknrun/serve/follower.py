@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 
 from torch import nn
@@ -18,6 +18,7 @@ from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
+    UnsupportedTable,
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.chain import Chain, newest, resolve
@@ -27,6 +28,7 @@ from torchrec_checknrun.serve.copies import OneCopy, ReadersStay, TwoCopies
 from torchrec_checknrun.serve.glance import Glance
 from torchrec_checknrun.serve.lag import Lag
 from torchrec_checknrun.serve.load import Load, Memory
+from torchrec_checknrun.serve.looking import start_looking
 from torchrec_checknrun.serve.names import Names, match_names
 from torchrec_checknrun.serve.plan import Plan, is_copy, plan
 from torchrec_checknrun.serve.version import Version
@@ -38,12 +40,12 @@ MEMORY_BYTES = 256 << 20
 """Rows to hold beside the model, unless the caller says otherwise."""
 _PLANS = 5
 """Plans of one poll: checkpoints may go while they are read, or be damaged."""
-_NICE = 10
-"""Priority of the follower's thread below that of predictions."""
 _ANNOUNCED_BYTES = 16 << 20
 """Bytes to read from which on the root is told, so that retention waits."""
-_LONGEST_PAUSE = 60.0
-"""The longest pause between two looks after errors, unless the interval is longer."""
+
+
+_FOLLOWED: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
+"""By the address of a model that versions are written to, its follower."""
 
 
 class Follower:
@@ -159,7 +161,8 @@ class Follower:
         return version
 
     def start(self) -> None:
-        """Poll in a thread from now on, every ``interval_seconds``, until ``close``.
+        """Poll in a thread from now on, every ``interval_seconds``, until ``close``, or until
+        nobody holds the follower any more.
 
         The thread has a lower priority than predictions, on Linux. After errors the pauses grow
         up to a minute.
@@ -173,10 +176,7 @@ class Follower:
             )
         if self._thread is None:
             self._closing.clear()
-            self._thread = threading.Thread(
-                target=self._run, args=(self._interval,), name="checknrun-follower", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_looking(self, self._closing, self._interval)
 
     def close(self) -> None:
         """Stop the thread, if any; the version that is served stays."""
@@ -198,25 +198,14 @@ class Follower:
     ) -> None:
         self.close()
 
-    def _run(self, interval: float) -> None:
-        """Poll until closed; after errors with growing pauses."""
-        with suppress(OSError, AttributeError):  # of this thread alone, where the system can
-            own = threading.get_native_id()
-            lower = min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICE)
-            os.setpriority(os.PRIO_PROCESS, own, lower)
-        failures = 0
-        while not self._closing.is_set():
-            try:
-                self.poll()
-            except Exception as error:  # the thread serves on; ``error`` tells it
-                self._lag.failed(error)
-                logger.warning("%s can't be followed: %s", self._root, error)
-            failures = failures + 1 if self._lag.error is not None else 0
-            pause = interval
-            if failures:
-                longest = max(interval, _LONGEST_PAUSE)
-                pause = min(longest, interval * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1)
-            self._closing.wait(max(interval, pause))
+    def look(self) -> bool:
+        """Poll, and return whether that failed; ``error`` tells how, and nothing is raised."""
+        try:
+            self.poll()
+        except Exception as error:
+            self._lag.failed(error)
+            logger.warning("%s can't be followed: %s", self._root, error)
+        return self._lag.error is not None
 
     def _tell(self, version: Version) -> None:
         if self._on_version is not None:
@@ -303,6 +292,7 @@ class Follower:
         """Write and show a version."""
         todo = content.plan
         content.check()
+        self._require_alone()
         dense = content.dense()
         head = todo.chain.head
         for replica in self._copies.replicas:
@@ -334,6 +324,22 @@ class Follower:
         self._served = todo.chain.manifests
         self._lag.shows(head)
         logger.info("%s is served: %d rows", head.id, load.rows)
+
+    def _require_alone(self) -> None:
+        """Refuse a model that another follower writes to: its versions would be mixed with ours.
+
+        Raises:
+            UnsupportedTable: says what to do.
+        """
+        model = self._copies.replica.model
+        for part in model.modules():
+            if _FOLLOWED.get(id(part), self) is not self:
+                raise UnsupportedTable(
+                    f"{type(model).__name__} has parts that another Follower of this process keeps "
+                    "up to date: share that one, or give each a model of its own (copy.deepcopy)"
+                )
+        for part in model.modules():
+            _FOLLOWED[id(part)] = self
 
     def _names(self, head: Manifest, dense: Mapping[str, object]) -> Names:
         """Match the model's names with a checkpoint's.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.root.checkpoints import has_manifest
-from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import FOLDER
 
 
 class Glance:

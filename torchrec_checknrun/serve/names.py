@@ -14,9 +14,16 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.serve.tables import KINDS
 
 _LEFT_OUT = frozenset(
-    {"_embedding_bag_collection", "_embedding_module", "_dmp_wrapped_module", "module", *KINDS}
+    {
+        "_embedding_bag_collection",
+        "_embedding_module",
+        "_dmp_wrapped_module",
+        "_orig_mod",
+        "module",
+        *KINDS,
+    }
 )
-"""Parts of paths that only one of TorchRec's training and inference modules has."""
+"""Parts of paths that only one of training and inference has: TorchRec's, and compiled modules'."""
 _RENAMED = {"_feature_processors": "feature_processor"}
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
-from torchrec_checknrun.format.state import is_sharded
 from torchrec_checknrun.serve.collisions import check_collisions
 from torchrec_checknrun.serve.tables import (
     KINDS,
@@ -21,6 +20,7 @@ from torchrec_checknrun.serve.tables import (
     quantized_tables,
     refuse_frozen,
 )
+from torchrec_checknrun.values.state import is_sharded
 
 _WEIGHT = ".weight"
 

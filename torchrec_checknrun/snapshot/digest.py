@@ -17,7 +17,7 @@ from msgspec import to_builtins
 from torchrec_checknrun.dense.param_groups import OWNERS
 from torchrec_checknrun.dense.wrappers import OF_EACH_RANK, WRAPPERS
 from torchrec_checknrun.format.entries import Entry, StateEntry
-from torchrec_checknrun.format.state import Tree, tree_items
+from torchrec_checknrun.values.state import Tree, tree_items
 
 _WITH_BYTES = ("b", "x", "n")
 """Letters of nodes that point into the payload."""

@@ -19,11 +19,11 @@ from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import EncodedChunk, encode_state_chunk
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.format.row_chunk import encode_rows
-from torchrec_checknrun.format.state import RawViews, Tree
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.snapshot.digest import Digest, joint_digest
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
+from torchrec_checknrun.values.state import RawViews, Tree
 
 Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerClock]]
 """See ``fingerprint``."""

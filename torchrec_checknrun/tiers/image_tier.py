@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from torchrec_checknrun.memory.file import NoImage
 from torchrec_checknrun.memory.step_states import StepStates
+from torchrec_checknrun.shared_memory.file import NoImage
 from torchrec_checknrun.tiers.tier import NotHeld, Piece, Version
 
 

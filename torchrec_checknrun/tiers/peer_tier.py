@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format.names import parse_id
-from torchrec_checknrun.format.own_check import check_rank_file
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.exchange import PIECE
+from torchrec_checknrun.tiers.own_check import check_rank_file
 from torchrec_checknrun.tiers.tier import NotHeld, Piece, Version
 
 _PART = ".part"

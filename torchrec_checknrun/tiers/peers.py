@@ -18,9 +18,9 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import rank_file_name
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.partial import PeerCopies
-from torchrec_checknrun.memory.space import require_space
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.shared_memory.space import require_space
 from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder

@@ -21,7 +21,6 @@ from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.entries import RowsEntry
-from torchrec_checknrun.format.own_check import read_own_chunks
 from torchrec_checknrun.format.rank_file import rank_file_name, write_rank_file
 from torchrec_checknrun.format.row_chunk import RowsHeader, encode_rows
 from torchrec_checknrun.format.row_reader import StoredRows
@@ -38,6 +37,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.shards import CHUNK_BYTES, LocalShard, RowBlock
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tiers.own_check import read_own_chunks
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.format.own_check import check_rank_file
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tiers.own_check import check_rank_file
 from torchrec_checknrun.tiers.tier import NotHeld, Piece, Version
 
 _PIECE = 8 << 20

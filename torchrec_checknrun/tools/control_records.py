@@ -14,9 +14,9 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
-from torchrec_checknrun.root.claims import FOLDER, claim_epoch, read_claims, require_claim
 from torchrec_checknrun.root.retention import pin_problem
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.claims import FOLDER, claim_epoch, read_claims, require_claim
 
 
 @dataclass(frozen=True)

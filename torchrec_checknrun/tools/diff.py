@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.format.chunk import dtype_name
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import Rows
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import read_dense
 from torchrec_checknrun.tools.tables import CACHE_BYTES, ChunkCache, TableReader
+from torchrec_checknrun.values.state import encode_state
 
 WINDOW_BYTES = 64 << 20
 """Bytes in memory of one chain's window of rows, optimizer state included."""

@@ -21,14 +21,14 @@ import torch
 
 from torchrec_checknrun.errors import CheckpointExists, IncompatibleCheckpoint
 from torchrec_checknrun.format.names import is_plain_name
-from torchrec_checknrun.format.plain_values import readable, sorted_members
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import read_dense
 from torchrec_checknrun.tools.fused import fused_rows, inference_rows
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
+from torchrec_checknrun.values.plain_values import readable, sorted_members
+from torchrec_checknrun.values.state import encode_state
 
 Rows = Literal["full", "fused"]
 Layout = Literal["stored", "inference"]

@@ -19,19 +19,19 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.root.chain import newest, resolve
-from torchrec_checknrun.root.claims import (
+from torchrec_checknrun.root.counting import counting_ids, highest_epoch
+from torchrec_checknrun.root.retention import PINNED, write_pin
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.control_records import Damage, find_damage
+from torchrec_checknrun.writers.claims import (
     FOLDER,
     LEASE_SECONDS,
     Claim,
     Claims,
     read_claims,
 )
-from torchrec_checknrun.root.counting import counting_ids, highest_epoch
-from torchrec_checknrun.root.lease import Lease
-from torchrec_checknrun.root.liveness import clean_up, is_fresh, standing_of
-from torchrec_checknrun.root.retention import PINNED, write_pin
-from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.control_records import Damage, find_damage
+from torchrec_checknrun.writers.lease import Lease
+from torchrec_checknrun.writers.liveness import clean_up, is_fresh, standing_of
 
 
 def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None = None) -> Damage:

@@ -36,12 +36,12 @@ from torchrec_checknrun.restore.chunks import table_problems
 from torchrec_checknrun.restore.rows import decode_all
 from torchrec_checknrun.root.chain import check_sizes, resolve
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
-from torchrec_checknrun.root.claims import FOLDER
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.control_records import find_damage
 from torchrec_checknrun.tools.dense import piece_problems
 from torchrec_checknrun.tools.links import digest_problems
+from torchrec_checknrun.writers.claims import FOLDER
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from tests.crash.images import kills as plans
 from tests.crash.images.board import Board
 from tests.crash.images.kills import RANKS, Kill
 from torchrec_checknrun.memory import descent, image, shard_memory, step_journal
-from torchrec_checknrun.run import held_restore, partial_recovery, saver
+from torchrec_checknrun.recovery import held_restore, partial_recovery
+from torchrec_checknrun.run import saver
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.save.plan import GlobalPlan
 

@@ -10,12 +10,12 @@ import msgspec
 import torch
 
 from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
-from torchrec_checknrun.memory.areas import Areas
 from torchrec_checknrun.memory.descent import KeptDescent
-from torchrec_checknrun.memory.header import Place
 from torchrec_checknrun.memory.held_states import Taker
 from torchrec_checknrun.memory.step_journal import StepJournal
 from torchrec_checknrun.shards import LocalShard
+from torchrec_checknrun.shared_memory.areas import Areas
+from torchrec_checknrun.shared_memory.header import Place
 
 
 def one_table_unjournaled(rank: int) -> None:

@@ -24,10 +24,10 @@ from tests.unit.chains import (
 from tests.unit.console import Console
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
-from torchrec_checknrun.root import lease
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers import lease
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

@@ -21,13 +21,13 @@ from torchrec_checknrun.format.chunk import state_chunk
 from torchrec_checknrun.format.entries import parse_entry
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.format.reader import StoredChunk, read_indexes
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import piece_problems, read_dense
 from torchrec_checknrun.tools.diff import compare, same
 from torchrec_checknrun.tools.export import export_dcp, export_safetensors
+from torchrec_checknrun.values.state import encode_state
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 

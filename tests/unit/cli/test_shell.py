@@ -20,9 +20,9 @@ from tests.unit.chains import chain_of_three, new_root, put_manifest
 from tests.unit.console import Console
 from torchrec_checknrun.cli import listing, main, output
 from torchrec_checknrun.errors import StorageFailed
-from torchrec_checknrun.root import lease
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.version import __version__
+from torchrec_checknrun.writers import lease
 
 pytestmark = pytest.mark.usefixtures("small_operations")
 
@@ -120,7 +120,7 @@ class TestInAShell:
             "COMP_CWORD": str(len(words)),
         }
         done = subprocess.run(
-            self.COMMAND, env=environment, capture_output=True, text=True, timeout=60
+            self.COMMAND, env=environment, capture_output=True, text=True, timeout=240
         )
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.split()
@@ -138,7 +138,7 @@ class TestInAShell:
                 [*self.COMMAND, command, root.url, *options],
                 env={**os.environ, "PYTHONIOENCODING": encoding},
                 capture_output=True,
-                timeout=60,
+                timeout=240,
             )
             assert (done.returncode, done.stderr) == (0, b"")
             texts.append(done.stdout.decode(encoding))
@@ -153,7 +153,7 @@ class TestInAShell:
             env={**os.environ, "PYTHONIOENCODING": "ascii"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
         assert done.returncode == 2
         assert "\\u03bb" in done.stderr
@@ -173,7 +173,7 @@ class TestInAShell:
             env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
         assert done.returncode == 0, done.stderr
         assert "_CHECKNRUN_COMPLETE=complete_bash" in done.stdout
@@ -194,12 +194,12 @@ class TestInAShell:
             with suppress(OSError):  # the terminal's other side is closed at the end
                 while data := os.read(ours, 4096):
                     seen += data
-            out, _ = process.communicate(timeout=60)
+            out, _ = process.communicate(timeout=240)
         os.close(ours)
         assert process.returncode == 0
         assert b"verifying" in seen
         assert json.loads(out)["sound"]
-        done = subprocess.run(command, capture_output=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, timeout=240)
         assert (done.stdout, done.stderr) == (out, b"")
 
 
@@ -287,6 +287,6 @@ run("export", root, {str(tmp_path / "out")!r})
 assert "torch" in sys.modules
 assert not {{"torchrec", "fbgemm_gpu"}} & set(sys.modules), "TorchRec was imported"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert not done.stderr

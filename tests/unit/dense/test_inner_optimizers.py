@@ -184,7 +184,7 @@ def test_nothing_stays_of_a_checkpointer_that_fails(
         return [len(optimizer._global_optimizer_post_hooks), *of_parameters]
 
     before = hooks()
-    monkeypatch.setattr("torchrec_checknrun.run.checkpointer.Schedule", lambda *_: 1 / 0)
+    monkeypatch.setattr("torchrec_checknrun.run.assembly.Schedule", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Checkpointer(tmp_path, model=layers, state={"optimizer": nest})
     assert hooks() == before

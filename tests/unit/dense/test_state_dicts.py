@@ -14,8 +14,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun.dense.state_dicts import state_dict_of
-from torchrec_checknrun.format.state import SHARDED
 from torchrec_checknrun.tracking import track
+from torchrec_checknrun.values.state import SHARDED
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -17,9 +17,9 @@ from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper, Optimize
 
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import IncompatibleCheckpoint, SaveFailed
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.tracked import track
+from torchrec_checknrun.values.state import encode_state
 
 Made = tuple[nn.Module, Any]
 Make = Callable[[], Made]

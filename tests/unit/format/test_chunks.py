@@ -16,8 +16,8 @@ from torchrec_checknrun.format import row_values
 from torchrec_checknrun.format.chunk import state_chunk
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
+from torchrec_checknrun.values.state import encode_state
 
 pytestmark = pytest.mark.usefixtures("each_kernel")
 

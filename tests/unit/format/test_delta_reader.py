@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from tests.unit.run.deltas import TABLES, Tables, chain, delta, make_job
-from torchrec_checknrun.tools.compact import compact
+from torchrec_checknrun.compaction.compact import compact
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -33,14 +33,7 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
-from torchrec_checknrun.format import (
-    checks,
-    chunk,
-    entries,
-    rank_file,
-    row_ids,
-    state,
-)
+from torchrec_checknrun.format import checks, chunk, entries, rank_file, row_ids
 from torchrec_checknrun.format.manifest import Manifest, RankFile, TableTotals
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, write_rank_file
@@ -48,6 +41,7 @@ from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.row_ids import ENCODINGS
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values import state
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference"
 FORMAT = (DOCS / "format.md").read_text()

@@ -13,6 +13,7 @@ import torch
 
 from tests.golden.make import DIM, ENCODINGS, RANKS, ROWS, STATE, STATES, make
 from tests.unit.entries import decode_stored, fields
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.format.manifest import FORMAT_VERSION
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.restore.chunks import ReadableChunk, read_content
@@ -21,7 +22,6 @@ from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 GOLDEN = sorted(path for path in (Path(__file__).parents[2] / "golden").glob("v*"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.golden.make_deltas import AGES, ALONE, DIM, DTYPES, ROWS, SPLIT, make
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.format.reader import read_chunk
 from torchrec_checknrun.restore.chunks import ReadableChunk, read_content
 from torchrec_checknrun.restore.fit import Fit
@@ -20,7 +21,6 @@ from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "deltas"

@@ -30,12 +30,12 @@ from torchrec_checknrun.format.checks import INDEX_BYTES, parse_json, require_li
 from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import LARGEST_CHUNK, index_bytes, require_chunk_size
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.root.chain import newest, resolve
-from torchrec_checknrun.root.lease import FOLDER, Lease, latest_claim
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values.state import encode_state
+from torchrec_checknrun.writers.lease import FOLDER, Lease, latest_claim
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 from tests.golden.make_deltas import DTYPES, ROWS
 from tests.unit.chains import new_root, same_bits
 from tests.unit.forgery import Forged, load, seal
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import (
     ChainBroken,
     CorruptCheckpoint,
@@ -22,7 +23,6 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.restore.chunks import read_content
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.links import build_table
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 from torchrec_checknrun.tools.verify import verify

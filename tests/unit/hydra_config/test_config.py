@@ -33,7 +33,8 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.hydra_config import baselines
 from torchrec_checknrun.hydra_config.baselines import NoCheckpointer
-from torchrec_checknrun.hydra_config.config import GROUP, make_check_n_run, register
+from torchrec_checknrun.hydra_config.config import GROUP, register
+from torchrec_checknrun.hydra_config.making import make_check_n_run
 
 
 @pytest.fixture(autouse=True)

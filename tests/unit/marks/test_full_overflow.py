@@ -121,7 +121,7 @@ def test_the_end_of_protection_wakes_it(ends: str) -> None:
         time.sleep(0.05)
         started = time.monotonic()
         copies.fail(SaveFailed("given up")) if ends == "fail" else copies.complete()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < SLACK / 2  # else it waits for all of it
 
 
 def test_a_signal_gets_through() -> None:
@@ -270,6 +270,6 @@ def test_random_ids_leave_memory_for_others() -> None:
     more = sorted(set(range(20_000, 40_000)) - set(ids))[:1500]
     started = time.monotonic()
     kernel.update([more])
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < SLACK / 2  # else it waits for all of it
     assert copies.failure is None
     shard.stage(20_000, 40_000)

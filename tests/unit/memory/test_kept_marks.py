@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks
-from torchrec_checknrun.memory.areas import Descent
 from torchrec_checknrun.memory.descent import KeptDescent
-from torchrec_checknrun.memory.header import Record
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory.areas import Descent
+from torchrec_checknrun.shared_memory.header import Record
 
 pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 

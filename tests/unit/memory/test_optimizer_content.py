@@ -12,9 +12,9 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from torchrec_checknrun.format.state import decode_state
 from torchrec_checknrun.memory.held_states import HeldStates, Taker
 from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.values.state import decode_state
 
 NAME = "optimizer"
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from fbgemm_gpu.split_embedding_codegen_lookup_invokers.lookup_args import OptimizerArgs
 
-from torchrec_checknrun.model import kernel_options as module
-from torchrec_checknrun.model.kernel_options import kernel_options, set_kernel_options
+from torchrec_checknrun.model import progress as module
+from torchrec_checknrun.model.progress import kernel_options, set_kernel_options
 
 FIXED = {
     *("stochastic_rounding", "gradient_clipping", "weight_decay_mode", "counter_halflife"),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.restore.state_fit import check_state, merge_state
+from torchrec_checknrun.values.state import encode_state
 
 
 def nothing(_: object) -> bool:

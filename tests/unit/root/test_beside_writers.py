@@ -15,17 +15,17 @@ from tests.unit.root.commits import commit, leftover
 from torchrec_checknrun.errors import IncompatibleCheckpoint, RootInUse, StorageFailed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
+from torchrec_checknrun.recovery import missing_root
 from torchrec_checknrun.root import chain, deletion
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import committed
-from torchrec_checknrun.root.claims import Holder, latest_claim
 from torchrec_checknrun.root.counting import counting_ids
-from torchrec_checknrun.root.lease import FOLDER, Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
-from torchrec_checknrun.run import missing_root
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools import takeover
+from torchrec_checknrun.writers.claims import Holder, latest_claim
+from torchrec_checknrun.writers.lease import FOLDER, Lease
 
 
 @pytest.fixture

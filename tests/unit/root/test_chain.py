@@ -20,11 +20,11 @@ from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.checkpoints import committed, highest_sequence, read_manifest
 from torchrec_checknrun.root.counting import counting
-from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
+from torchrec_checknrun.writers.lease import Lease
 
 
 def test_a_missing_root_is_empty(root: Folder) -> None:

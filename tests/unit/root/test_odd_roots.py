@@ -22,14 +22,14 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
-from torchrec_checknrun.root.claims import FOLDER, latest_claim
 from torchrec_checknrun.root.counting import counting_ids, is_newest
-from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.prune import Pruner, prune
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store import folder as filesystem
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
+from torchrec_checknrun.writers.claims import FOLDER, latest_claim
+from torchrec_checknrun.writers.lease import Lease
 
 ALL = [Part((0, 8), list(range(ROWS)), 5)]
 

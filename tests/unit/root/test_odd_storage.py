@@ -26,24 +26,24 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, is_plain_name
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.restore import shared_root
-from torchrec_checknrun.root import claims, lease, liveness
+from torchrec_checknrun.recovery.missing_root import protect_existing
+from torchrec_checknrun.root import shared_root
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import committed
-from torchrec_checknrun.root.claims import FOLDER, Holder
 from torchrec_checknrun.root.counting import counting_ids
-from torchrec_checknrun.root.lease import Lease
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import PINNED, Retention, is_pinned, pin, pin_problem
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run.missing_root import protect_existing
 from torchrec_checknrun.store import deadlines, local
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.local import LocalStore
 from torchrec_checknrun.store.new_file import DescriptorSink, NewFile
 from torchrec_checknrun.tools import takeover
+from torchrec_checknrun.writers import claims, lease, liveness
+from torchrec_checknrun.writers.claims import FOLDER, Holder
+from torchrec_checknrun.writers.lease import Lease
 
 
 @pytest.fixture

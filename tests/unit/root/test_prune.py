@@ -14,10 +14,10 @@ from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting
-from torchrec_checknrun.root.lease import FOLDER, Holder, Lease
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, pin, unpin
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.writers.lease import FOLDER, Holder, Lease
 
 
 @pytest.fixture

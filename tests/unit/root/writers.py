@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from torchrec_checknrun.root.claims import Claim, Holder
+from torchrec_checknrun.writers.claims import Claim, Holder
 
 ELSEWHERE = {"machine": "another", "host": "far", "pid": 7, "started": 7, "run": "another run"}
 

@@ -12,8 +12,8 @@ from tests.distributed.models import Job
 from tests.distributed.states import State, gather
 from tests.unit.run.jobs import checkpointer, make_job
 from torchrec_checknrun import Checkpointer, Images, RestoreReport
-from torchrec_checknrun.memory import file as files
 from torchrec_checknrun.memory.image import RankImage
+from torchrec_checknrun.shared_memory import file as files
 
 
 class Lives:

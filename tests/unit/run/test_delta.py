@@ -35,6 +35,7 @@ from torchrec_checknrun import (
     Retention,
     load_tables,
 )
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.reader import read_indexes
@@ -42,7 +43,6 @@ from torchrec_checknrun.policy import Decision
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.diff import compare
 from torchrec_checknrun.tools.verify import verify
 

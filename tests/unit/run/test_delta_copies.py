@@ -11,11 +11,11 @@ import pytest
 from tests.distributed.models import Job
 from tests.unit.run.deltas import chain, expected, make_job, restored, same, saving, train
 from torchrec_checknrun import Retention
+from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 from torchrec_checknrun.tools.verify import verify
 
 pytestmark = pytest.mark.usefixtures("one_rank")

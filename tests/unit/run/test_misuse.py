@@ -122,7 +122,7 @@ def test_every_key_of_the_hydra_group_is_known() -> None:
     from inspect import signature
 
     from torchrec_checknrun.hydra_config.config import CheckNRunConfig
-    from torchrec_checknrun.run.arguments import _ONLY_HYDRA
+    from torchrec_checknrun.options.arguments import _ONLY_HYDRA
 
     keys = {field.name for field in fields(CheckNRunConfig)} - {"_target_", "_convert_"}
     arguments = signature(Checkpointer).parameters.keys()

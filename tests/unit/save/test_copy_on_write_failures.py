@@ -342,10 +342,10 @@ def test_sigterm_while_a_hook_waits(tmp_path: Path) -> None:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert ran.returncode == 128 + signal.SIGTERM, ran.stderr
-    assert time.monotonic() - started < 90
+    assert time.monotonic() - started < 200
     trained = int(ran.stdout.split()[-1])
     assert len(list(tmp_path.glob("*/manifest.json"))) == 2
     job = build()

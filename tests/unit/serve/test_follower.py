@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import time
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +21,13 @@ from torchrec_checknrun import (
     Quantization,
     Retention,
 )
+from torchrec_checknrun.compaction.compact import compact
+from torchrec_checknrun.errors import UnsupportedTable
 from torchrec_checknrun.format.entries import difference_of
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.format.reader import read_indexes
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.compact import compact
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -227,4 +233,55 @@ def test_a_dense_part_stored_as_differences(tmp_path: Path) -> None:
     assert chain is not None
     chunks = read_indexes(Folder(tmp_path), chain.head)
     assert any(difference_of(chunk.entry) for chunk in chunks)
+    job.saver.close()
+
+
+def test_two_followers_of_one_model(tmp_path: Path) -> None:
+    """One would write what the other says to be of its version."""
+    job = Job(tmp_path)
+    job.train(0)
+    job.save()
+    net = quantized(Net(), 8)
+    one, other = Follower(tmp_path, net), Follower(tmp_path, net)
+    one.poll()
+    with pytest.raises(UnsupportedTable, match="another Follower of this process"):
+        other.poll()
+    apart = Follower(tmp_path, copy.deepcopy(net))
+    apart.poll()
+    del one
+    gc.collect()
+    other.poll()
+    for follower in (apart, other):
+        assert differences(follower, quantized(restored(tmp_path), 8)) == []
+    job.saver.close()
+
+
+def test_a_thread_ends_with_its_follower(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.train(0)
+    job.save()
+    follower = Follower(tmp_path, Net(), interval_seconds=0.01)
+    follower.start()
+    thread, alive = follower._thread, weakref.ref(follower)
+    assert thread is not None
+    del follower
+    deadline = time.monotonic() + 60
+    while thread.is_alive() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert not thread.is_alive()
+    assert alive() is None
+    job.saver.close()
+
+
+def test_a_compiled_model(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.train(0)
+    job.save()
+    compiled: Any = torch.compile(Net())  # when first called
+    follower = Follower(tmp_path, compiled)
+    follower.poll()
+    wanted = restored(tmp_path)
+    with follower.read() as (model, _), torch.no_grad():
+        assert torch.equal(model.get_submodule("_orig_mod")(batch(1)), wanted(batch(1)))
     job.saver.close()

@@ -19,8 +19,8 @@ from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.root.followers import announced
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.writer import RootWriter
+from torchrec_checknrun.serve.publish import publish
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.publish import publish
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.entries import fields
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
-from torchrec_checknrun.format.state import encode_state
 from torchrec_checknrun.snapshot.digest import Digest
+from torchrec_checknrun.values.state import encode_state
 
 
 def chunk_of(value: Any) -> EncodedChunk:

@@ -14,11 +14,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.format.state import RawViews
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.snapshot.items import ChunkItem, Items
 from torchrec_checknrun.snapshot.snapshot import Declared, take_states
 from torchrec_checknrun.tracking import track
+from torchrec_checknrun.values.state import RawViews
 
 SIZE = 8
 

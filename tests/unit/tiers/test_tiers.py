@@ -11,11 +11,11 @@ import pytest
 from tests.unit.chains import DIM, Part, write
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.memory import file as files
-from torchrec_checknrun.memory.areas import Areas, Layout
-from torchrec_checknrun.memory.header import HEAD_BYTES, Word
 from torchrec_checknrun.memory.step_states import StepStates
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory import file as files
+from torchrec_checknrun.shared_memory.areas import Areas, Layout
+from torchrec_checknrun.shared_memory.header import HEAD_BYTES, Word
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.image_tier import ImageTier
 from torchrec_checknrun.tiers.peer_tier import PeerTier

@@ -1,0 +1,311 @@
+"""Return state objects unchanged, without pickle; refuse other objects by their key."""
+
+import json
+import math
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from enum import Enum, IntEnum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.unit.entries import decode_stored
+from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
+from torchrec_checknrun.format.chunk import state_chunk
+from torchrec_checknrun.values.state import decode_state, encode_state
+
+TENSOR_DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+NUMPY_DTYPES = ["?", "i1", "<i2", ">i4", "<i8", "u1", ">u2", "<u8", "<f2", ">f4", "<f8", "<c8"]
+
+
+def round_trip(value: object) -> Any:
+    """Send a value to storage and back: the tree as JSON in an index, the pieces as bytes."""
+    tree, pieces = encode_state(value, "state")
+    return decode_state(json.loads(json.dumps(tree)), b"".join(pieces))
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return bytes(flat.tolist())
+
+
+def assert_same(actual: object, wanted: object) -> None:
+    """Compare to the bit, types included."""
+    if isinstance(wanted, torch.Tensor):
+        assert isinstance(actual, torch.Tensor)
+        assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
+        assert raw(actual) == raw(wanted.resolve_conj())
+        return
+    assert type(actual) is type(wanted)
+    if isinstance(wanted, dict):
+        assert isinstance(actual, dict)
+        assert [(k, type(k)) for k in actual] == [(k, type(k)) for k in wanted]
+        for key in wanted:
+            assert_same(actual[key], wanted[key])
+    elif isinstance(wanted, (list, tuple)):
+        assert isinstance(actual, (list, tuple))
+        assert len(actual) == len(wanted)
+        for a, w in zip(actual, wanted, strict=True):
+            assert_same(a, w)
+    elif isinstance(wanted, (np.ndarray, np.generic)):
+        little = np.asarray(wanted).astype(wanted.dtype.newbyteorder("<"))
+        assert np.asarray(actual).dtype == little.dtype
+        assert np.shape(np.asarray(actual)) == wanted.shape
+        assert np.asarray(actual).tobytes() == little.tobytes()
+    elif isinstance(wanted, float):
+        assert isinstance(actual, float)
+        assert float.hex(actual) == float.hex(wanted)
+    else:
+        assert actual == wanted
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(TENSOR_DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    size = math.prod(shape) * dtype.itemsize
+    content = draw(st.binary(min_size=size, max_size=size))
+    if dtype == torch.bool:
+        content = bytes(byte & 1 for byte in content)
+    return torch.tensor(list(content), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray:
+    dtype = np.dtype(draw(st.sampled_from(NUMPY_DTYPES)))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    size = math.prod(shape) * dtype.itemsize
+    content = draw(st.binary(min_size=size, max_size=size))
+    if dtype.kind == "b":
+        content = bytes(byte & 1 for byte in content)
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    tensors(),
+    arrays(),
+    arrays().filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0]),
+)
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.one_of(st.text(), st.integers()), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(STATES)
+def test_values_come_back(value: object) -> None:
+    assert_same(round_trip(value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2**200,
+        -(2**63) - 1,
+        True,
+        0.1,
+        5e-324,
+        -0.0,
+        math.inf,
+        -math.inf,
+        math.nan,
+        "",
+        "grüße 表 \x00 \ud800",
+        b"",
+        bytes(range(256)),
+        (),
+        [],
+        {},
+        {1: "int", "1": "str", -5: None, "": 0},
+        [[], (), {}, [()]],
+        torch.tensor(3.5),
+        torch.empty(0, 3),
+        torch.tensor([1 + 2j, -0.0]).conj(),
+        torch.tensor([1.0, -2.0]).to(torch.bfloat16),
+        np.float32(0.1),
+        np.float64(0.1),
+        np.int64(-7),
+        np.bool_(True),
+        np.complex64(1 - 2j),
+        np.array(5),
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(10)[::-2],
+        np.zeros((2, 0), bool),
+    ],
+    ids=repr,
+)
+def test_values_that_are_easy_to_get_wrong(value: object) -> None:
+    assert_same(round_trip({"key": [value]}), {"key": [value]})
+
+
+def test_a_loaded_value_owns_its_memory() -> None:
+    value = {"tensor": torch.zeros(4), "array": np.zeros(4), "other": torch.zeros(4)}
+    loaded = round_trip(value)
+    loaded["tensor"] += 1
+    loaded["array"] += 1
+    assert loaded["other"].tolist() == [0, 0, 0, 0]
+
+
+def test_only_what_a_view_shows_is_stored() -> None:
+    base = torch.arange(1_000_000, dtype=torch.float32)
+    views = {
+        "slice": base[10:14],
+        "column": base.view(1000, 1000)[:3, 7],
+        "t": base[:6].view(2, 3).t(),
+    }
+    tree, pieces = encode_state(views, "state")
+    assert sum(memoryview(piece).nbytes for piece in pieces) < 1000
+    assert_same(decode_state(tree, b"".join(pieces)), views)
+    assert_same(round_trip(base[:1].expand(5)), base[:1].repeat(5))
+    one = base.view(1000, 1000)[4:5, 7]  # contiguous, but with a stride
+    assert round_trip(one).tolist() == one.tolist() == [4007.0]
+
+
+def test_leaves_are_aligned() -> None:
+    tree, _ = encode_state([b"x", torch.zeros(2), np.zeros(3), b""], "state")
+    offsets = [span[0] for node in tree["l"] for letter, span in node.items() if letter in "bxn"]
+    assert len(offsets) == 4
+    assert all(offset % 64 == 0 for offset in offsets)
+
+
+def test_parameters_and_subclasses_of_dict_come_back_plain() -> None:
+    loaded = round_trip(OrderedDict(weight=torch.nn.Parameter(torch.ones(2))))
+    assert type(loaded) is dict
+    assert type(loaded["weight"]) is torch.Tensor
+    assert not loaded["weight"].requires_grad
+
+
+class Colour(Enum):
+    RED = 1
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Name(str):
+    __slots__ = ()
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: print,
+        lambda: object(),
+        lambda: bytearray(b"x"),
+        lambda: Colour.RED,
+        lambda: Level.LOW,
+        lambda: Name("x"),
+        lambda: Point(1, 2),
+        lambda: np.array([{}], dtype=object),
+        lambda: np.array(["text"]),
+        lambda: np.str_("text"),
+        lambda: np.bytes_(b"text"),
+        lambda: np.array(["2024-01-01"], "M8[D]"),
+        lambda: np.zeros(2, [("a", "i4")]),
+        lambda: np.ma.masked_array([1, 2], [True, False]),
+        lambda: torch.device("cpu"),
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.Generator(),
+    ],
+)
+def test_what_needs_pickle_is_refused_by_its_key(make: Callable[[], object]) -> None:
+    with pytest.raises(UnsupportedState, match=r"^reader\.files\[1\]\.last is a "):
+        encode_state({"files": ["a", {"last": make()}]}, "reader")
+
+
+@pytest.mark.parametrize("key", [(1, 2), 1.5, None, True, b"x", Name("x")])
+def test_other_keys_are_refused(key: object) -> None:
+    with pytest.raises(UnsupportedState, match=r"^reader\.files has the key .*must be str or int"):
+        encode_state({"files": {key: 1}}, "reader")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {},
+        {"z": 1},
+        {"l": [5]},
+        {"l": 5},
+        {"d": [[1.5, {"v": 1}]]},
+        {"d": [["a"]]},
+        {"d": [[["a"], {"v": 1}]]},
+        {"f": "zero"},
+        {"f": 1},
+        {"b": [0, 17]},
+        {"b": [-1, 1]},
+        {"b": [0, True]},
+        {"b": [0]},
+        {"b": None},
+        {"x": [0, 16], "dtype": "float32", "shape": [5]},
+        {"x": [0, 16], "dtype": "quint8", "shape": [16]},
+        {"x": [0, 16], "dtype": "float32", "shape": [-2, -2]},
+        {"x": [0, 16], "dtype": "float32"},
+        {"n": [0, 16], "dtype": "<f4", "shape": [5], "scalar": False},
+        {"n": [0, 16], "dtype": "|O", "shape": [2], "scalar": False},
+        {"n": [0, 16], "dtype": "nonsense", "shape": [2], "scalar": False},
+        {"n": [0, 16], "dtype": "<f4", "shape": [4]},
+    ],
+    ids=repr,
+)
+def test_a_malformed_tree(tree: dict[str, Any]) -> None:
+    entry = {"kind": "state", "name": "reader", "rank": None, "tree": tree}
+    with pytest.raises(CorruptCheckpoint):
+        decode_stored(entry, bytes(16))
+
+
+def test_an_entry_without_a_tree() -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"state chunk is malformed: .* `tree`"):
+        decode_stored({"kind": "state", "name": "reader", "rank": None}, b"")
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(STATES, st.data())
+def test_a_payload_cut_short_is_noticed(value: object, data: st.DataObject) -> None:
+    chunk = state_chunk("reader", None, *encode_state(value, "reader"))
+    payload = chunk.getvalue()
+    assert_same(decode_stored(chunk.entry, payload), value)
+    if payload:
+        cut = data.draw(st.integers(0, len(payload) - 1))
+        with pytest.raises(CorruptCheckpoint):
+            decode_stored(chunk.entry, payload[:cut])

@@ -1,0 +1,109 @@
+"""Report a restore to the log and to the caller."""
+
+from __future__ import annotations
+
+import logging
+
+from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.format.losses import portion
+from torchrec_checknrun.ranks import ranks_text
+from torchrec_checknrun.recovery.saves import Saves
+from torchrec_checknrun.recovery.survival import Recovered
+from torchrec_checknrun.restore.restore import Restored
+from torchrec_checknrun.root.report import RankSource, RestoreReport
+
+
+def report_restored(
+    saver: Saves, found: Restored, before: Quantization, now: Quantization, seconds: float
+) -> RestoreReport:
+    """Log and return the restored, skipped and passed-over parts.
+
+    Args:
+        before, now: the quantization before and after: restores from quantized rows are counted,
+            and too many of them raise the width.
+        seconds: the duration of the restore.
+    """
+    if now != before:
+        saver.log(
+            "restored %d times from quantized rows, more often than expected_restores=%g: rows are "
+            "stored with 8 bits from now on, beginning with a full checkpoint",
+            saver.lineage.lossy_restores,
+            now.expected_restores,
+            level=logging.WARNING,
+        )
+    head = found.chain.head
+    for what in found.skipped:
+        saver.log("skipped: %s", what, level=logging.WARNING)
+    for problem in found.passed_over:
+        saver.log("passed over: %s", problem, level=logging.WARNING)
+    saver.log("restored %s (step %d) in %.2f s", head.id, head.step, seconds)
+    return RestoreReport(
+        id=head.id,
+        step=head.step,
+        sequence=head.sequence,
+        chain=tuple(manifest.id for manifest in found.chain.manifests),
+        passed_over=tuple(found.passed_over),
+        lossy=found.chain.lossy,
+        seconds=seconds,
+        skipped=tuple(found.skipped),
+        pls=portion(head.losses),
+        reproducible=not head.losses,
+    )
+
+
+def report_recovered(saver: Saves, found: Recovered, seconds: float) -> RestoreReport:
+    """Log and return what images have brought back.
+
+    Args:
+        seconds: the duration of the restore.
+    """
+    for problem in found.passed_over:
+        saver.log("passed over: %s", problem, level=logging.WARNING)
+    sources = _sources(found)
+    if found.lost:
+        _tell_of_lost(saver, found)
+    saver.log("went on from images in memory at step %d, in %.2f s", found.step, seconds)
+    head = None if found.chain is None else found.chain.head
+    manifests = () if found.chain is None else found.chain.manifests
+    return RestoreReport(
+        id="" if head is None else head.id,
+        step=found.step,
+        sequence=0 if head is None else head.sequence,
+        chain=tuple(manifest.id for manifest in manifests),
+        passed_over=found.passed_over,
+        lossy=bool(found.lost) and found.chain is not None and found.chain.lossy,
+        seconds=seconds,
+        source="both" if found.lost else "images",
+        ranks=sources,
+        pls=portion(found.losses),
+        reproducible=not found.losses,
+    )
+
+
+def _sources(found: Recovered) -> tuple[RankSource, ...]:
+    """Return each rank's source; none where all have gone on by their images."""
+    if not found.lost or found.chain is None:
+        return ()
+    since = found.chain.head.step
+    return tuple(
+        RankSource("images", found.step)
+        if rank not in found.lost
+        else RankSource("peer" if rank in found.from_peers else "checkpoint", since)
+        for rank in range(found.world_size)
+    )
+
+
+def _tell_of_lost(saver: Saves, found: Recovered) -> None:
+    assert found.chain is not None
+    head = found.chain.head
+    saver.log(
+        "partial recovery: %s had no image and went on with rows of step %d, of %s; all others "
+        "kept theirs, of step %d. The portion of lost samples is %.3g so far; this run can't be "
+        "repeated bit for bit any more",
+        ranks_text(found.lost),
+        head.step,
+        head.id,
+        found.step,
+        portion(found.losses),
+        level=logging.WARNING,
+    )

@@ -1,0 +1,112 @@
+"""Bring a run back: from images in memory, from a checkpoint of its root, or from the start."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored
+from torchrec_checknrun.options.options import Options
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.recovery.missing_root import protect_existing, start_fresh
+from torchrec_checknrun.recovery.restore_report import report_recovered, report_restored
+from torchrec_checknrun.recovery.survival import Recovered, Survival
+from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.restore import Restored, Target, restore
+from torchrec_checknrun.root.report import RestoreReport
+from torchrec_checknrun.run.saver import Saver
+
+
+@dataclass
+class Restoring:
+    """The restores of a Checkpointer.
+
+    Attributes:
+        steps: the steps done as of the last restore; set before one to the steps done until then.
+        partly_restored: why only a part of the model was restored; None if all of it is as it was
+            before the restore, or of one checkpoint.
+    """
+
+    options: Options
+    target: Target
+    ranks: Ranks
+    saver: Saver
+    survival: Survival
+    steps: int = 0
+    partly_restored: str | None = None
+
+    def restore(
+        self, checkpoint: str | None, fit: Fit, *, verify_all: bool, required: bool | None
+    ) -> RestoreReport | None:
+        """Restore model and state objects; a collective. Arguments as ``Checkpointer.restore``."""
+        started = time.perf_counter()
+        before = self.saver.proposer.quantization
+        root, resume = self.options.root, self.options.resume
+        if required is None and checkpoint is None and resume == "never":
+            protect_existing(root, self.ranks, self.saver.writer)
+            self.survival.begin(self.steps)
+            return None
+        if checkpoint is None and (recovered := self._recover()) is not None:
+            return report_recovered(self.saver, recovered, time.perf_counter() - started)
+        self.survival.overwriting()
+        found = self._apply(checkpoint, fit, verify_all)
+        self.partly_restored = None
+        self.saver.deferred = False
+        self.survival.begin(self.steps)
+        if found is None:
+            start_fresh(
+                root, self.ranks, required=resume == "must" if required is None else required
+            )
+            return None
+        seconds, now = time.perf_counter() - started, self.saver.proposer.quantization
+        report = report_restored(self.saver, found, before, now, seconds)
+        return replace(report, without_images=self.survival.reasons)
+
+    def require_whole(self) -> None:
+        """Refuse to go on with a model of which only a part was restored.
+
+        Raises:
+            ModelPartlyRestored: it is such a model.
+        """
+        if self.partly_restored is not None:
+            raise ModelPartlyRestored(
+                "a restore failed half-way: restore again, or start from a new model. "
+                f"{self.partly_restored}"
+            )
+
+    def _recover(self) -> Recovered | None:
+        """Go on from images and note it; None if they can't be used."""
+        try:
+            recovered = self.survival.recover()
+        except ModelPartlyRestored as error:
+            self.partly_restored = str(error)
+            raise
+        if recovered is not None:
+            self.steps, self.partly_restored = recovered.step, None
+            self.saver.deferred = False
+        return recovered
+
+    def _apply(self, checkpoint: str | None, fit: Fit, verify_all: bool) -> Restored | None:
+        """Restore the model and note it, or remember that the model is partly restored."""
+        target = replace(self.target, fit=fit)
+        try:
+            found = restore(self.options.root, target, self.ranks, checkpoint, verify_all)
+            if found is not None:
+                self.steps = found.chain.head.step
+                self.saver.restored(
+                    found.chain,
+                    found.converted,
+                    found.forks,
+                    partly=bool(found.skipped),
+                    references=found.references,
+                )
+                found.references = []
+                # ``found`` speaks of the shards as they are now.
+                self.target.tracked.converted = False
+        except BaseException as error:
+            if isinstance(error, ModelPartlyRestored) or not isinstance(
+                error, (CheckNRunError, OSError)
+            ):
+                self.partly_restored = str(error)
+            raise
+        return found

@@ -1,0 +1,334 @@
+"""Encode state objects without pickle: a JSON tree of containers, and the tensors' raw bytes.
+
+All state except rows of sharded tables is stored so: dense parameters, dense optimizers, readers,
+progress. The tree is part of the chunk index, so that shapes are known before any data is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
+from torchrec_checknrun.values.plain_values import (
+    DTYPES,
+    SETS,
+    decode_value,
+    encode_value,
+    set_of,
+    sorted_members,
+)
+
+MOST_DEPTH = 100
+"""The deepest nesting of containers: decoding recurses, and stacks are limited."""
+MOST_DIMENSIONS = 32
+"""The most dimensions of a tensor or an array."""
+SHARDED = (ShardedTensor, DTensor)
+"""Types of state-dict leaves of which each rank holds a part."""
+TORCH_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not name.startswith("q")}
+"""Dtypes of tensors that can be stored, by name."""
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_NUMPYS = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    }
+)
+"""Dtypes that NumPy has as well."""
+_ALIGN = 64
+"""Bytes to which each leaf's offset in the payload is aligned."""
+_ZEROS = bytes(_ALIGN)
+_NUMPY_KINDS = "biufc"
+"""Kinds of NumPy dtypes that can be stored: numbers and booleans."""
+
+Tree = dict[str, Any]
+"""A node: a letter for the type, with the content; see ``_Encoder``."""
+
+
+def encode_state(
+    value: object, name: str, views: RawViews | None = None
+) -> tuple[Tree, list[bytes | memoryview]]:
+    """Encode a state dict as a tree, and the pieces of the payload that its leaves point into.
+
+    Args:
+        value: tensors, numpy arrays and scalars, bytes, str, int, float, complex, bool, None,
+            ``torch.dtype``, ``torch.Size``, paths, ranges, slices, and list, tuple, set, frozenset
+            or dict (keys str or int) of them. Sets are stored in sorted order.
+        name: the object's name in errors.
+        views: knows the bytes of tensors that were encoded before.
+
+    Raises:
+        UnsupportedState: the state holds a value of another type; names the key.
+    """
+    encoder = _Encoder(raw_bytes if views is None else views.of)
+    tree = encoder.node(value, name)
+    return tree, encoder.pieces
+
+
+class _Encoder:
+    """Encoder of one state object.
+
+    A node is ``{"v": value}`` for null, booleans, integers and strings, ``{"f": hex}`` for floats,
+    ``{"d": [[key, node], …]}``, ``{"l": nodes}``, ``{"t": nodes}`` and ``{"set": nodes}`` for
+    containers, ``{"b": span}`` for bytes, ``{"x": span, …}`` for tensors, ``{"n": span, …}`` for
+    NumPy arrays, or one of ``plain_values``. A span is offset and length in the payload.
+    """
+
+    def __init__(self, raw: Callable[[torch.Tensor], memoryview]) -> None:
+        self.pieces: list[bytes | memoryview] = []
+        self._raw = raw
+        self._size = 0
+
+    def node(self, value: object, path: str, depth: int = 0) -> Tree:
+        kind = type(value)
+        if depth > MOST_DEPTH:
+            raise UnsupportedState(
+                f"{path} is nested more than {MOST_DEPTH} deep, or contains itself: let "
+                "state_dict() return something flatter"
+            )
+        if value is None or kind in (bool, int, str):
+            return {"v": value}
+        if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):
+            _check_dimensions(value, path)
+            return self._tensor(value, path)
+        if isinstance(value, float) and kind is float:
+            return {"f": float.hex(value)}
+        if isinstance(value, dict):
+            return {
+                "d": [
+                    [self._key(k, path), self.node(v, f"{path}.{k}", depth + 1)]
+                    for k, v in value.items()
+                ]
+            }
+        if isinstance(value, (list, tuple)) and kind in (list, tuple):
+            letter = "l" if kind is list else "t"
+            return {letter: [self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]}
+        if isinstance(value, (set, frozenset)) and kind in (set, frozenset):
+            members = sorted_members(value, path, encode_state)
+            nodes = [self.node(v, f"{path}{{}}", depth + 1) for v in members]
+            return {kind.__name__: nodes}
+        _check_dimensions(value, path)
+        if isinstance(value, bytes) and kind is bytes:
+            return {"b": self._add(value)}
+        if (
+            isinstance(value, (np.ndarray, np.generic))
+            and not isinstance(value, np.ma.MaskedArray)
+            and value.dtype.kind in _NUMPY_KINDS
+        ):
+            array = np.asarray(value)
+            array = array.astype(array.dtype.newbyteorder("<"))
+            return {
+                "n": self._add(array.tobytes()),
+                "dtype": array.dtype.str,
+                "shape": list(np.shape(value)),
+                "scalar": isinstance(value, np.generic),
+            }
+        if (node := encode_value(value)) is not None:
+            return node
+        raise UnsupportedState(
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't be stored without "
+            "pickle: let state_dict() return tensors, numpy arrays, bytes, str, int, float, "
+            "complex, bool, None, torch.dtype, torch.Size, paths, ranges, slices (of numbers), or "
+            "list, tuple, dict, set of them"
+        )
+
+    def _key(self, key: object, path: str) -> str | int:
+        if type(key) is str or type(key) is int:
+            return key
+        raise UnsupportedState(f"{path} has the key {key!r}: dict keys must be str or int")
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Tree:
+        dtype = _NAMES.get(tensor.dtype)
+        if tensor.layout != torch.strided or tensor.is_meta or dtype is None:
+            raise UnsupportedState(
+                f"{path} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}: only dense "
+                "tensors with data can be stored"
+            )
+        return {"x": self._add(self._raw(tensor)), "dtype": dtype, "shape": list(tensor.shape)}
+
+    def _add(self, data: bytes | memoryview) -> list[int]:
+        padding = -self._size % _ALIGN
+        if padding:
+            self.pieces.append(_ZEROS[:padding])
+        offset = self._size + padding
+        self.pieces.append(data)
+        length = len(data) if isinstance(data, bytes) else data.nbytes
+        self._size = offset + length
+        return [offset, length]
+
+
+def are_convertible(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether saved values can be restored as the wanted dtype: the same, or both floats."""
+    return saved == wanted or (saved.is_floating_point and wanted.is_floating_point)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's bytes, without a copy if it is contiguous in CPU memory."""
+    if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu:
+        return np.ascontiguousarray(tensor.detach().numpy()).data  # bytes already
+    if _is_plain(tensor):  # most tensors; far fewer steps than below
+        return tensor.detach().numpy().reshape(-1).view(np.uint8).data
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # PyTorch calls a single element contiguous whatever its stride, but refuses to view it.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
+
+
+def _check_dimensions(value: object, path: str) -> None:
+    """Refuse a tensor or an array of more dimensions than readers take."""
+    dimensions = getattr(value, "ndim", 0)
+    if isinstance(dimensions, int) and dimensions > MOST_DIMENSIONS:
+        raise UnsupportedState(
+            f"{path} has {dimensions} dimensions; {MOST_DIMENSIONS} can be stored: flatten it"
+        )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory is the bytes of its values, and NumPy can show it."""
+    return (
+        tensor.dtype in _NUMPYS
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+class RawViews:
+    """The bytes of a state's tensors, from one time that it is encoded to the next.
+
+    To make a view takes longer than all else that is encoded of a small tensor. A view of the same
+    memory is the same; it keeps the memory, at most until the state is encoded without it.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, int], memoryview] = {}
+        self._now: dict[tuple[int, int], memoryview] = {}
+
+    def begin(self) -> None:
+        """Begin to encode; views that nobody asked for since the last time are dropped."""
+        self._before, self._now = self._now, {}
+
+    def of(self, tensor: torch.Tensor) -> memoryview:
+        """Return a tensor's bytes, as ``raw_bytes`` does."""
+        if not _is_plain(tensor):
+            return raw_bytes(tensor)
+        place = tensor.data_ptr(), tensor.nbytes
+        view = self._before.get(place)
+        if view is None:
+            view = raw_bytes(tensor)
+        self._now[place] = view
+        return view
+
+
+def decode_state(tree: Tree, payload: bytes | memoryview) -> Any:
+    """Decode a value; tensors and arrays are on the CPU and own their memory.
+
+    Raises:
+        CorruptCheckpoint: the tree is malformed or points outside the payload.
+    """
+    return _visit(tree, lambda node: _leaf(node, memoryview(payload)))
+
+
+def tree_items(tree: Tree | None) -> dict[str | int, Tree]:
+    """Return the nodes of a dict's items by key; an empty dict if the tree is not a dict."""
+    if not isinstance(tree, dict):
+        return {}
+    return {_require_key(key): node for key, node in tree.get("d", [])}
+
+
+def tree_values(tree: Tree | None) -> list[Tree]:
+    """Return the nodes of a list's or tuple's items; an empty list if the tree is neither."""
+    nodes = (tree.get("l") or tree.get("t")) if isinstance(tree, dict) else None
+    return list(nodes or [])
+
+
+def empty_state(tree: Tree) -> Any:
+    """Build a value of a tree's structure: zeros for tensors, None for other leaves."""
+
+    def zeros(node: Tree) -> torch.Tensor | None:
+        dtype = TORCH_DTYPES.get(node.get("dtype", "")) if "x" in node else None
+        return None if dtype is None else torch.zeros(node["shape"], dtype=dtype, device="cpu")
+
+    return _visit(tree, zeros)
+
+
+def _visit(node: Tree, leaf: Callable[[Tree], Any]) -> Any:
+    if not isinstance(node, dict):
+        raise CorruptCheckpoint(f"state tree: expected a node, found {type(node).__name__}")
+    if "d" in node:
+        return {_require_key(k): _visit(v, leaf) for k, v in node["d"]}
+    if "l" in node:
+        return [_visit(v, leaf) for v in node["l"]]
+    if "t" in node:
+        return tuple(_visit(v, leaf) for v in node["t"])
+    for name, kind in SETS.items():
+        if name in node:
+            return set_of([_visit(v, leaf) for v in node[name]], kind)
+    return leaf(node)
+
+
+def _require_key(key: object) -> str | int:
+    if type(key) is str or type(key) is int:
+        return key
+    raise CorruptCheckpoint(f"state tree: dict key {key!r} is neither str nor int")
+
+
+def _leaf(node: Tree, payload: memoryview) -> Any:
+    if "v" in node:
+        return node["v"]
+    if "f" in node:
+        return float.fromhex(node["f"])
+    if "b" in node:
+        return bytes(_slice(payload, node["b"]))
+    if "x" in node:
+        dtype, shape = TORCH_DTYPES.get(node["dtype"]), node["shape"]
+        data = _slice(payload, node["x"])
+        if dtype is None or math.prod(shape) * dtype.itemsize != len(data):
+            raise CorruptCheckpoint(f"state tree: {len(data)} bytes don't make {node}")
+        if not len(data):
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    if "n" in node:
+        np_dtype = np.dtype(node["dtype"])
+        data = _slice(payload, node["n"])
+        if np_dtype.kind not in _NUMPY_KINDS or math.prod(node["shape"]) * np_dtype.itemsize != len(
+            data
+        ):
+            raise CorruptCheckpoint(f"state tree: {len(data)} bytes don't make {node}")
+        array = np.frombuffer(bytes(data), np_dtype).reshape(node["shape"]).copy()
+        return array[()] if node["scalar"] else array
+    try:
+        return decode_value(node)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"state tree: {error}") from error
+
+
+def _slice(payload: memoryview, span: list[int]) -> memoryview:
+    offset, length = span
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise CorruptCheckpoint(f"state tree: {span} is not an offset and a length")
+    if offset + length > len(payload):
+        raise CorruptCheckpoint(f"state tree: {span} lies outside the {len(payload)} bytes stored")
+    return payload[offset : offset + length]
+
+
+def is_sharded(value: object) -> bool:
+    """Return whether a state-dict leaf is sharded: a table, its optimizer state or a tensor."""
+    return isinstance(value, SHARDED)
+
+
+def never(_: object) -> bool:
+    """Return False: the default of predicates that recognize a table's keys."""
+    return False
