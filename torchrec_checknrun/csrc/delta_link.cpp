@@ -29,12 +29,12 @@ void put_back(const DeltaLinkJob& job, int64_t begin, int64_t done, int64_t shor
     held.forms[at] = old.forms[r];
     held.exponents[at] = old.exponents[r];
     std::memcpy(slot, old.slots + r * held.slot, size_t(held.slot));
-    int64_t place;
+    uint64_t place;
     std::memcpy(&place, slot, 8);
-    if (old.forms[r] == kShort && place < held.short_rows) {
+    if (old.forms[r] == kShort && place < uint64_t(held.short_rows)) {
       std::memcpy(held.shorts + place * job.dim, old.shorts + shorts++ * job.dim,
                   size_t(job.dim) * 2);
-    } else if (old.forms[r] == kLong && place < held.long_rows) {
+    } else if (old.forms[r] == kLong && place < uint64_t(held.long_rows)) {
       std::memcpy(held.longs + place * job.dim, old.longs + longs++ * job.dim,
                   size_t(job.dim) * 4);
     }
