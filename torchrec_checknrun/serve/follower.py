@@ -25,12 +25,11 @@ from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.followers import announced
 from torchrec_checknrun.serve.content import Content, Indexes
 from torchrec_checknrun.serve.copies import OneCopy, ReadersStay, TwoCopies
-from torchrec_checknrun.serve.glance import Glance
 from torchrec_checknrun.serve.lag import Lag
 from torchrec_checknrun.serve.load import Load, Memory
 from torchrec_checknrun.serve.looking import start_looking
 from torchrec_checknrun.serve.names import Names, match_names
-from torchrec_checknrun.serve.plan import Plan, is_copy, plan
+from torchrec_checknrun.serve.plan import Glance, Plan, is_copy, plan
 from torchrec_checknrun.serve.version import Version
 from torchrec_checknrun.store.folder import Folder
 
