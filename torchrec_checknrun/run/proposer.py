@@ -20,7 +20,13 @@ from torchrec_checknrun.root.policy import Full
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.run.facts import Facts
 from torchrec_checknrun.run.going_on import GoingOn
-from torchrec_checknrun.save.links import HeldReferences, agreed, delta_tables, links_exceed_base
+from torchrec_checknrun.save.links import (
+    NO_LINKS,
+    HeldReferences,
+    agreed,
+    delta_tables,
+    links_exceed_base,
+)
 from torchrec_checknrun.snapshot.items import Fingerprint, Items, fingerprint
 from torchrec_checknrun.snapshot.snapshot import Declared, take_states
 
@@ -71,16 +77,14 @@ class Proposer:
         """Note the quantization in force after the restores so far."""
         self.quantization: Quantization = self._chosen.resolved(self._lineage.lossy_restores)
         self._bits = self.quantization.width
+        self._deltas = delta_tables(self._tracked, self.quantization)
 
     @property
     def references(self) -> str | None:
         """The checkpoint, by checksum, that this rank's next one can be a link to; None: none."""
+        if not self._deltas:
+            return NO_LINKS
         return self._links.belong_to(self._tracked, self.quantization)
-
-    @property
-    def delta_tables(self) -> frozenset[str]:
-        """The tables to be stored as differences; the same on all ranks."""
-        return delta_tables(self._tracked, self.quantization)
 
     def look(self, step: int, *, waiting: bool, busy: bool, hangs: bool, failed: bool) -> Facts:
         """Return this rank's facts about the next checkpoint, for rank 0's decision.
@@ -120,7 +124,7 @@ class Proposer:
         references = [fact.references for fact in facts]
         if facts[0].copied is not None:  # the other ranks have looked before they heard of it
             references = self._ranks.gather(self.references)
-        return agreed(proposal, references, self.delta_tables)
+        return agreed(proposal, references) if self._deltas else proposal
 
     def has_unsaved_steps(self, step: int) -> bool:
         """Tell whether there is anything that the last checkpoint doesn't hold; a collective."""
@@ -162,8 +166,8 @@ class Proposer:
 
     def _propose(self, step: int) -> Proposal:
         previous = self._lineage.previous
-        others = previous is not None and previous.deltas.keys() != self.delta_tables
-        full = others or links_exceed_base(self._lineage.history)
+        others = previous is not None and previous.deltas.keys() != self._deltas
+        full = others or (bool(self._deltas) and links_exceed_base(self._lineage.history))
         policy = Full() if full else self._policy
         return self._writer.propose(policy, self._bits, self._widths(), step)
 

@@ -67,10 +67,8 @@ class HeldReferences:
 
     def belong_to(self, tracked: TrackedModel, quantization: Quantization) -> str | None:
         """Return the checksum of the checkpoint that the next one can be a link to; None if it must
-        be a base, ``NO_LINKS`` without tables stored as differences.
+        be a base.
         """
-        if not delta_tables(tracked, quantization):
-            return NO_LINKS
         wanted = _keys(tracked, quantization)
         return self._checkpoint if self._held.keys() == wanted.keys() else None
 
@@ -194,15 +192,14 @@ class HeldReferences:
         return sum(one.bytes for one in self._held.values())
 
 
-def agreed(proposal: Proposal, known: Iterable[str | None], deltas: frozenset[str]) -> Proposal:
+def agreed(proposal: Proposal, known: Iterable[str | None]) -> Proposal:
     """Return the proposal that all ranks can follow: a base in place of a link that some can't.
 
     Args:
         known: what each rank's references belong to.
-        deltas: tables to be stored as differences.
     """
     header = proposal.header
-    if not deltas or header.parent is None:
+    if header.parent is None:
         return proposal
     is_link = proposal.decision is Decision.SINCE_LAST
     if is_link and all(one == header.parent.checksum for one in known):
