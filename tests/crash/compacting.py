@@ -8,12 +8,15 @@ Prints the pid of each compaction's process as it begins, and each checkpoint's 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from tests.crash.save_sweep import alone
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
 from torchrec_checknrun import Checkpointer, Consecutive, Retention
 
+_PAUSE = 0.05
+"""Seconds after each step: the compaction is niced, and has to come forward on a busy machine."""
 SPEC = ModelSpec((CollectionSpec("c", (TableSpec("t0", 20_000, 16, ("f0",)),)),))
 
 
@@ -49,6 +52,7 @@ def main(root: Path) -> None:
                 if process is not None and process._process.pid != told:
                     told = process._process.pid
                     print("compacts", told, flush=True)
+                time.sleep(_PAUSE)
 
 
 if __name__ == "__main__":
