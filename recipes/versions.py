@@ -152,6 +152,7 @@ def _run(
         finally:
             if process.poll() is None:  # kills the ranks that the tests have started as well
                 os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     if returncode and not may_fail:
         raise StackError(f"{' '.join(command)} failed:\n{_tail(folder / log)}")
 

@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
-from torchrec_checknrun.values.plain_values import LARGEST
+from torchrec_checknrun.values.limits import LARGEST
 
 MANIFEST_BYTES = 32 << 20
 INDEX_BYTES = 64 << 20

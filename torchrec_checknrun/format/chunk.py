@@ -29,7 +29,7 @@ from torchrec_checknrun.format.entries import (
     StateEntry,
     content_bytes,
 )
-from torchrec_checknrun.values.plain_values import LARGEST
+from torchrec_checknrun.values.limits import LARGEST
 from torchrec_checknrun.values.state import (
     MOST_DEPTH,
     MOST_DIMENSIONS,

@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from torchrec_checknrun.format.checks import Count, Record
-from torchrec_checknrun.values.plain_values import LARGEST
+from torchrec_checknrun.values.limits import LARGEST
 
 MOST = 256
 """The most losses of one lineage: a ledger is written with every checkpoint."""

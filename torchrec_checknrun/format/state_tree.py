@@ -16,7 +16,8 @@ import numpy as np
 
 from torchrec_checknrun.format.checks import Count, Record, typed
 from torchrec_checknrun.format.chunk import Path
-from torchrec_checknrun.values.plain_values import LARGEST, SETS, as_float, check_value
+from torchrec_checknrun.values.limits import LARGEST
+from torchrec_checknrun.values.plain_values import SETS, as_float, check_value
 from torchrec_checknrun.values.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 
 _NUMPY_DTYPE = re.compile(r"[<|][biufc][0-9]{1,2}")

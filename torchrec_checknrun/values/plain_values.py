@@ -17,11 +17,9 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
+from torchrec_checknrun.values.limits import LARGEST
 
 Node = dict[str, Any]
-
-LARGEST = 2**63 - 1
-"""The largest number: the range of int64, for readers in other languages."""
 
 _PATHS: dict[str, type[PurePosixPath] | type[PureWindowsPath] | type[Path]] = {
     "Path": Path,

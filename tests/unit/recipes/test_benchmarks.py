@@ -45,7 +45,7 @@ def test_tracking_is_measured(tmp_path: Path) -> None:
 
 def test_following_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    options = ["--rows", "2000", "--dim", "8", "--rounds", "2", "--json", str(out)]
+    options = ["--rows", "2000", "--dim", "16", "--rounds", "2", "--json", str(out)]
     command = [sys.executable, "-m", "recipes.benchmarks.follow", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def test_following_is_measured(tmp_path: Path) -> None:
     own = found["follower"]
     assert own["rows"] == 520
     assert 0 < own["visible_seconds"] <= own["seconds"]
-    assert 0 < own["bytes_read"] < 520 * 8 * 4
+    assert 0 < own["bytes_read"] < 520 * 16 * 4
     for copies in (1, 2):
         case = found[f"predictions, copies={copies}"]
         assert min(case["applying"]["answers_per_second"], case["resting"]["slowest_ms"]) > 0
@@ -72,7 +72,7 @@ def test_images_are_measured(tmp_path: Path) -> None:
     assert 0 < found["commit_ms"] < found["step_ms"]
     low_to_high = [found["share"][1], found["share"][0], found["share"][2]]
     assert low_to_high == sorted(low_to_high)
-    assert set(found["seconds_per_gigabyte"]) == {"images", "full_restore"}
+    assert set(found["seconds_per_gigabyte"]) == {"images", "full_restore", "dcp_load"}
 
 
 @pytest.mark.slow
