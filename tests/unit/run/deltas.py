@@ -12,6 +12,7 @@ import torch
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
 from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.delta.rows import Kind, values_of
+from torchrec_checknrun.policy import Decision
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.tracking import TrackedShard
 
@@ -106,3 +107,14 @@ def chain(root: Path, job: Job, links: int, **options: Any) -> list[tuple[str, T
             train(job, saver)
             made.append((saver.save().id, expected(saver)))
     return made
+
+
+class Own:
+    """A policy of a user's."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def decide(self, history: object) -> Decision:
+        self.asked += 1
+        return Decision.SINCE_BASELINE if self.asked % 2 else Decision.SINCE_LAST

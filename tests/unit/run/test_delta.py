@@ -16,6 +16,7 @@ from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
 from tests.unit.run.deltas import (
     STEP,
     TABLES,
+    Own,
     chain,
     delta,
     expected,
@@ -28,9 +29,6 @@ from tests.unit.run.deltas import (
 )
 from torchrec_checknrun import (
     Consecutive,
-    Full,
-    Intermittent,
-    OneShot,
     Quantization,
     Retention,
     load_tables,
@@ -39,7 +37,6 @@ from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.reader import read_indexes
-from torchrec_checknrun.policy import Decision
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
@@ -129,47 +126,6 @@ def test_tail_limits_steps_by_the_largest_rate(tmp_path: Path, job: Job) -> None
         for held in saver._saver._links._held.values():
             rows = held.gather(np.arange(held.rectangle.rows))
             assert rows.exponent[rows.kind == 1].max() == -4  # the rate is 0.1
-
-
-@pytest.mark.parametrize("policy", [OneShot(), Intermittent(), "one_shot", "intermittent"])
-def test_policies_since_the_baseline_are_refused(tmp_path: Path, job: Job, policy: Any) -> None:
-    with pytest.raises(ValueError, match=r"method='fisher'"):
-        saving(tmp_path, job, policy=policy)
-    tables = Quantization(tables={"*t0": delta()})
-    with pytest.raises(ValueError, match=r"method='fisher'"):
-        saving(tmp_path, job, policy=policy, quantization=tables)
-    saving(tmp_path, job, policy=policy, quantization=delta(method="fisher")).close()
-
-
-def test_a_process_that_writes_is_refused(tmp_path: Path, job: Job) -> None:
-    with pytest.raises(ValueError, match=r"background='thread'.*'fisher'"):
-        saving(tmp_path, job, background="process")
-
-
-class Own:
-    """A policy of a user's."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def decide(self, history: object) -> Decision:
-        self.asked += 1
-        return Decision.SINCE_BASELINE if self.asked % 2 else Decision.SINCE_LAST
-
-
-def test_since_the_baseline_becomes_a_base(tmp_path: Path, job: Job) -> None:
-    made = chain(tmp_path, job, 3, policy=Own())
-    kinds = [manifest(tmp_path, name)["kind"] for name, _ in made]
-    assert kinds == ["full", "full", "differential", "full"]
-    for name, wanted in made:
-        assert same(restored(tmp_path, name), wanted) == []
-
-
-def test_full_checkpoints_are_bases(tmp_path: Path, job: Job) -> None:
-    made = chain(tmp_path, job, 2, policy=Full())
-    for name, wanted in made:
-        assert manifest(tmp_path, name)["kind"] == "full"
-        assert same(restored(tmp_path, name), wanted) == []
 
 
 def test_a_new_base_when_links_exceed_the_last(tmp_path: Path, job: Job) -> None:
@@ -443,39 +399,6 @@ def test_manifests_are_of_a_newer_version_only_with_links(tmp_path: Path, job: J
         with_links = path.parent.name == "delta"
         assert found["format_version"] == 1 + with_links
         assert ("deltas" in found) == with_links
-
-
-def test_loss_needs_to_be_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="step="):
-        delta(loss=1e-5)
-    with pytest.raises(ValueError, match="step="):
-        delta(loss=1e-5, current_loss=0.4)
-    told = {"loss": 1e-5, "current_loss": 0.4, "total_steps": 100, "batch_size": 4}
-    made = chain(tmp_path, make_job(), 2, quantization=delta(**told))
-    other = make_job(seed=7)
-    with saving(tmp_path, other, quantization=delta(**told)) as saver:
-        saver.restore()
-        assert same(live(saver), made[-1][1]) == []
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"method": "delta", "step": 0.0},
-        {"method": "delta", "step": float("nan")},
-        {"method": "delta", "step": 1.0, "mean_bits": 3.0},
-        {"method": "delta", "bits": 8},
-        {"method": "delta", "mean_bits": 30.0},
-        {"method": "delta", "total_steps": 5},
-        {"method": "fisher", "loss": 1e-5},
-        {"method": "adaptive", "step": 1.0},
-        {"bits": 8, "tail": True},
-        {"method": "delta", "reference_bytes": -1},
-    ],
-)
-def test_contradictions_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"must be|give|leave|parameter|needs"):
-        Quantization(**options)
 
 
 def test_grown_tables_begin_with_a_base(tmp_path: Path, job: Job) -> None:
