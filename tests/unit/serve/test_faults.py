@@ -340,7 +340,8 @@ def test_the_thread_comes_after_predictions_of_a_process_that_is_nice_itself(
     read = Folder.read
 
     def read_noted(self: Folder, *args: Any, **more: Any) -> Any:
-        note("read")
+        if str(root / "seq-") in self.url:  # what renews the claims of trainers reads, too
+            note("read")
         return read(self, *args, **more)
 
     came = threading.Event()
