@@ -1,4 +1,4 @@
-"""Values that a program writes to tables built within ``skip_initialization`` are not drawn over."""
+"""Keep what is written to tables built within ``skip_initialization``."""
 
 from __future__ import annotations
 
