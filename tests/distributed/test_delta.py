@@ -213,7 +213,7 @@ def goes_on(root: str, target: dict[str, Any], into: str) -> list[str | None]:
     """Save links while chains are compacted, now and then waiting for the copy; return parents."""
     job, parents = build(SPEC.to_json(), target, seed=77), []
     with saving(root, job, compact_after=1) as saver:
-        for number in range(9):
+        for number in range(6):
             job.train(1)
             saver.step()
             parents.append(saver.save().parent)
