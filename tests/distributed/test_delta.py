@@ -156,8 +156,8 @@ def lives(workers: Workers, folder: Path, plan: list[tuple[str, int]], fail: boo
     [
         [("row_wise", 4), ("row_wise", 2), ("row_wise", 3)],
         [("column_4", 4), ("table_wise", 2), ("column_2", 3)],
-        [("mixed", 2), ("data_parallel", 2), ("mixed", 4)],
-        [("grid", 4), ("table_row_wise", 2), ("row_wise", 3)],
+        pytest.param([("mixed", 2), ("data_parallel", 2), ("mixed", 4)], marks=pytest.mark.slow),
+        pytest.param([("grid", 4), ("table_row_wise", 2), ("row_wise", 3)], marks=pytest.mark.slow),
     ],
     ids=lambda plan: " ".join(f"{kind}:{ranks}" for kind, ranks in plan),
 )
