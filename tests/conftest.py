@@ -1,4 +1,4 @@
-"""Provide worker pools for the whole pytest session, one per number of ranks; give examples time."""
+"""Provide worker pools for the whole session, one per number of ranks; give examples time."""
 
 from __future__ import annotations
 
