@@ -89,30 +89,27 @@ def test_kills_at_every_point_of_a_recovery(found: dict[str, Any]) -> None:
     assert found["counts"]["in the middle of a recovery"] >= 18
 
 
+def sabotaged(name: str, reason: str, *kills: str, slow: bool = False) -> Any:
+    """Give a test the outcome of a sweep with a sabotage, and what it is found by."""
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(("2", "--sabotage", name, *kills), reason, marks=marks, id=name)
+
+
+LACKS, DIFFERS = "chain lacks model/c.embedding_bags", "differs in model/c.embedding_bags"
+
+
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        pytest.param(("2", "--sabotage", name, *kills), reason, marks=marks, id=name)
-        for name, kills, reason, marks in [
-            ("one_table_unjournaled", ("--backward", "6"), "differs in model/c.embedding_bags", ()),
-            ("state_not_written", ("--backward", "6"), "no images though step", ()),
-            (
-                *("marks_not_pending", ("--uncommitted", "2")),
-                *("chain lacks model/c.embedding_bags", ()),
-            ),
-            (
-                *("unmarked", ("--moments", "2")),
-                *("chain lacks model/c.embedding_bags", pytest.mark.slow),
-            ),
-            (
-                *("journals_dropped_early", ("--backward", "6")),
-                *("differs in model/c.embedding_bags", pytest.mark.slow),
-            ),
-            (
-                *("older_state", ("--backward", "6")),
-                *("no images though step|differs|did not end", pytest.mark.slow),
-            ),
-        ]
+        sabotaged("one_table_unjournaled", DIFFERS, "--backward", "6"),
+        sabotaged("state_not_written", "no images though step", "--backward", "6"),
+        sabotaged("marks_not_pending", LACKS, "--uncommitted", "2"),
+        sabotaged("unmarked", LACKS, "--moments", "2", slow=True),
+        sabotaged("journals_dropped_early", DIFFERS, "--backward", "6", slow=True),
+        sabotaged(
+            *("older_state", "no images though step|differs|did not end", "--backward", "6"),
+            slow=True,
+        ),
     ],
     indirect=["found"],
 )
