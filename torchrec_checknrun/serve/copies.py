@@ -25,8 +25,8 @@ from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.serve.replica import Replica
 from torchrec_checknrun.serve.version import Version
 
-_ROWS = 1 << 20
-"""Rows of a table that are looked at at a time."""
+_BLOCK_BYTES = 1 << 20
+"""Of a table, that are looked at at a time: copied in less than a millisecond."""
 _SLICE_SECONDS = 0.5
 """The longest wait between two looks whether the follower is being closed."""
 
@@ -54,18 +54,27 @@ class Copies(Protocol):
     def read(self) -> Iterator[tuple[nn.Module, Version | None]]:
         """See ``Follower.read``; a generator for ``contextmanager``."""
 
-    def begin(self, closing: Callable[[], bool], seconds: float) -> Target:
+    def begin(
+        self, closing: Callable[[], bool], seconds: float, rest: Callable[[], object]
+    ) -> Target:
         """Return where to write the next version.
 
         Args:
             closing: tells whether to give up.
             seconds: the longest wait for predictions on an earlier version.
+            rest: called between blocks of rows, while no prediction waits.
 
         Raises:
             ReadersStay: predictions on an earlier version don't end.
         """
 
-    def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
+    def show(
+        self,
+        version: Version,
+        closing: Callable[[], bool],
+        seconds: float,
+        rest: Callable[[], object],
+    ) -> None:
         """Let the predictions that begin from now on see what was written.
 
         Raises:
@@ -105,14 +114,16 @@ class _Side:
         self.behind_dense.add(name)
         self.replica.dense[name].copy_(value)
 
-    def catch_up(self, other: _Side) -> None:
+    def catch_up(self, other: _Side, rest: Callable[[], object]) -> None:
         """Copy the rows that may differ from the other side."""
         for table, rows in self.behind.items():
             into, source = self.replica.tables[table], other.replica.tables[table]
-            for start in range(0, rows.rows, _ROWS):
-                ids = rows.positions(start, min(rows.rows, start + _ROWS))
+            size = max(1, _BLOCK_BYTES // into.form.stride)
+            for start in range(0, rows.rows, size):
+                ids = rows.positions(start, min(rows.rows, start + size))
                 if len(ids):
                     into.copy_from(source, ids)
+                rest()
         for name in self.behind_dense:
             self.replica.dense[name].copy_(other.replica.dense[name])
         self.behind, self.behind_dense = {}, set()
@@ -150,15 +161,23 @@ class TwoCopies:
                 if not side.readers:
                     self._left.notify_all()
 
-    def begin(self, closing: Callable[[], bool], seconds: float) -> Target:
+    def begin(
+        self, closing: Callable[[], bool], seconds: float, rest: Callable[[], object]
+    ) -> Target:
         idle = self._idle
         with self._left:
             _wait(self._left, lambda: not idle.readers, closing, seconds, idle.version)
         # Nobody enters it until it is swapped.
-        idle.catch_up(self._served)
+        idle.catch_up(self._served, rest)
         return idle
 
-    def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
+    def show(
+        self,
+        version: Version,
+        closing: Callable[[], bool],
+        seconds: float,
+        rest: Callable[[], object],
+    ) -> None:
         before, after = self._served, self._idle
         after.version = version
         before.behind, before.behind_dense = after.behind, after.behind_dense
@@ -167,7 +186,7 @@ class TwoCopies:
             self._served, self._idle = after, before
             leaves = before.readers == 0
         if leaves:  # else before the next version
-            before.catch_up(after)
+            before.catch_up(after, rest)
 
 
 class _Staged:
@@ -259,13 +278,21 @@ class OneCopy:
                 self._readers -= 1
                 self._changed.notify_all()
 
-    def begin(self, closing: Callable[[], bool], seconds: float) -> Target:
+    def begin(
+        self, closing: Callable[[], bool], seconds: float, rest: Callable[[], object]
+    ) -> Target:
         if self._staged is not None:
             self._staged.close()
         self._staged = _Staged(self.replica, self._most)
         return self._staged
 
-    def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
+    def show(
+        self,
+        version: Version,
+        closing: Callable[[], bool],
+        seconds: float,
+        rest: Callable[[], object],
+    ) -> None:
         assert self._staged is not None
         with self._changed:
             self._writing = True
