@@ -10,14 +10,11 @@ import pytest
 import torch
 import torchrec
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensorBase
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from torchrec.distributed.global_settings import set_propogate_device
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingPlan, ShardingType
-from torchrec.inference.modules import quantize_inference_model, shard_quant_model
+from torchrec.distributed.types import ShardingPlan
+from torchrec.inference.modules import quantize_inference_model
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -31,7 +28,6 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.quant.embedding_modules import (
     MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT,
-    quant_prep_enable_quant_state_dict_split_scale_bias_for_types,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -43,7 +39,7 @@ from tests.unit.serve.served import (
     Net,
     batch,
     differences,
-    every_row,
+    follows,
     kernels,
     quantized,
     restored,
@@ -81,23 +77,6 @@ def reloaded(model: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     return torch.jit.load(file)
 
 
-def follows(job: Job, root: Path, follower: Follower, bits: int) -> None:
-    """Train and follow; compare answers for every row with a model made from scratch."""
-    for seed in (1, 2):
-        job.train(seed)
-        job.save()
-        version = follower.poll()
-        assert version is not None
-        assert version.error is None
-        wanted = restored(root)
-        with follower.read() as (model, _), torch.no_grad():
-            sequence = hasattr(model, "ec") and model.ec is not None
-            if not sequence:
-                wanted.ec = None
-            # A sharded model divides its batch by features, as its plan says.
-            assert torch.equal(model(every_row()), quantized(wanted, bits)(every_row()))
-
-
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("make", [scripted, loaded])
 @pytest.mark.parametrize("copies", [1, 2])
@@ -116,103 +95,12 @@ def test_frozen_is_refused(tmp_path: Path, freeze: Any, copies: int) -> None:
             Follower(tmp_path, model, copies=copies)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_sharded(tmp_path: Path, job: Job, bits: int) -> None:
-    set_propogate_device(True)
-    plain = quantized(Net(sequence=False), bits)
-    model, _ = shard_quant_model(plain, compute_device="cpu", sharding_device="cpu")
-    follower = Follower(tmp_path, model)
-    follows(job, tmp_path, follower, bits)
-    for module in follower._copies.replica.tables.values():
-        assert module.form.stride == module.form.width  # rows are not aligned there
-
-
-def on_two(kind: ShardingType, tables: tuple[str, ...], plain: Any = None) -> Any:
-    """Shard a model for two devices, which are both this process's CPU."""
-    set_propogate_device(True)
-    wanted = ParameterConstraints(
-        sharding_types=[kind.value], compute_kernels=["quant"], min_partition=8
-    )
-    model, _ = shard_quant_model(
-        quantized(Net(sequence=False), 8) if plain is None else plain,
-        world_size=2,
-        compute_device="cpu",
-        sharding_device="cpu",
-        constraints=dict.fromkeys(tables, wanted),
-    )
-    return model
-
-
-def in_columns(net: Net, bits: int) -> Any:
-    """Quantize a model, and shard two tables by columns, with the values that it has."""
-    net.ec = None
-    bags = [type(net.ebc)]
-    quant_prep_enable_quant_state_dict_split_scale_bias_for_types(net, bags)
-    plain = quantize_inference_model(net.eval(), quantization_dtype=TYPES[bits])
-    saved = {name: value.clone() for name, value in plain.state_dict().items() if "bags" in name}
-    model = on_two(ShardingType.COLUMN_WISE, ("mean", "tall"), plain)
-    for name, value in model.state_dict().items():
-        if isinstance(value, list):  # scales, or biases: each shard of columns has those of the row
-            for own in value:
-                own.copy_(saved[name])
-        elif isinstance(value, ShardedTensorBase):
-            for shard in value.local_shards():
-                (row, col), (rows, cols) = shard.metadata.shard_offsets, shard.tensor.shape
-                shard.tensor.copy_(saved[name][row : row + rows, col : col + cols])
-        elif name in saved:
-            value.copy_(saved[name])
-    return model
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("copies", [1, 2])
-def test_sharded_by_columns(tmp_path: Path, job: Job, bits: int, copies: int) -> None:
-    """Each shard has its columns' codes, with scale and bias of the whole row."""
-    follower = Follower(tmp_path, in_columns(Net(), bits), copies=copies)
-    tables = follower._copies.replica.tables
-    assert [part.columns for part in tables["ebc.tall"].parts] == [(0, 8), (8, 16)]
-    for seed in (1, 2):
-        version = follower.poll()
-        assert version is not None
-        assert version.error is None
-        net = restored(tmp_path)
-        unsharded, wanted = quantized(net, bits).ebc, in_columns(net, bits)
-        with follower.read() as (model, _), torch.no_grad():
-            pairs = zip(model.ebc._tbes_configs, wanted.ebc._tbes_configs, strict=True)
-            assert all(torch.equal(own.weights_host, other.weights_host) for own, other in pairs)
-            assert torch.equal(model(every_row()), wanted(every_row()))
-            answers = unsharded(every_row()).to_dict()
-            found = model.ebc(every_row()).to_dict()  # in another order
-            assert all(torch.equal(found[name], answer) for name, answer in answers.items())
-        job.train(seed)
-        job.save()
-
-
-def test_bytes_taken_for_columns_are_refused(tmp_path: Path) -> None:
-    """TorchRec's planner takes a row's bytes, scale and padding included, for its columns: such a
-    model can't predict.
-    """
-    model = on_two(ShardingType.COLUMN_WISE, ("mean", "tall"))
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(every_row())
-    with pytest.raises(UnsupportedTable, match=r"'ebc\.mean' of 16 columns .*\(24, 32\)"):
-        Follower(tmp_path, model)
-
-
 def test_tables_in_unified_memory_are_refused(tmp_path: Path) -> None:
     model = quantized(Net(sequence=False), 8)
     kernel = kernels(model)[0]
     kernel.weights_uvm, kernel.weights_host = kernel.weights_host, torch.empty(0).byte()
     with pytest.raises(UnsupportedTable, match=r"'ebc\.wide': its kernel keeps rows in .* a cache"):
         Follower(tmp_path, model)
-
-
-def test_sharded_by_rows(tmp_path: Path, job: Job) -> None:
-    model = on_two(ShardingType.ROW_WISE, ("wide", "mean", "tall"))
-    follower = Follower(tmp_path, model)
-    parts = [len(table.parts) for table in follower._copies.replica.tables.values()]
-    assert parts == [2, 2, 2]
-    follows(job, tmp_path, follower, 8)
 
 
 def test_types_by_table(tmp_path: Path, job: Job) -> None:
