@@ -35,7 +35,7 @@ _MOST_BYTES = 1 << 12
 
 
 class Reading(Record, frozen=True):
-    """A follower's record: the checkpoint that it reads, and for how many minutes it has renewed."""
+    """A follower's record: the checkpoint that it reads, and for how many renewals' time."""
 
     id: Text
     renewals: Count
@@ -53,15 +53,15 @@ class Announcement:
         self._name = f"{secrets.token_hex(8)}.json"
         self._id = id
         self._renewals = 0
-        self._written = time.monotonic()
+        self._began = self._written = time.monotonic()
         self._possible = True
         self._put()
 
     def renew(self) -> None:
         """Renew the record, if it is time to."""
-        seconds = time.monotonic() - self._written
-        if self._possible and seconds > RENEW_SECONDS:
-            self._renewals += int(seconds // RENEW_SECONDS)  # also those that were left out
+        now = time.monotonic()
+        if self._possible and now - self._written > RENEW_SECONDS:
+            self._renewals = int((now - self._began) // RENEW_SECONDS)  # also those left out
             self._put()
 
     def close(self) -> None:
