@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def test_one_of_every_so_many_hours_is_kept(
     """By the times at which the checkpoints were saved, a quarter of an hour apart."""
     job = trained(roots[0], saves=0, policy=Full())
     words = ("publish", roots[0], roots[1], "--keep", 1, "--keep-hours", 1)
-    begin = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    begin = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
     made = Manifest.of
 
     def dated(header: Header, **fields: Any) -> Manifest:
