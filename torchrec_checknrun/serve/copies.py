@@ -68,17 +68,18 @@ class Copies(Protocol):
             ReadersStay: predictions on an earlier version don't end.
         """
 
-    def show(
-        self,
-        version: Version,
-        closing: Callable[[], bool],
-        seconds: float,
-        rest: Callable[[], object],
-    ) -> None:
+    def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
         """Let the predictions that begin from now on see what was written.
 
         Raises:
             ReadersStay: as in ``begin``; nothing was shown.
+        """
+
+    def settle(self, rest: Callable[[], object]) -> None:
+        """Prepare for the next version, unless predictions on an earlier one still run.
+
+        Args:
+            rest: as in ``begin``.
         """
 
     @property
@@ -167,26 +168,22 @@ class TwoCopies:
         idle = self._idle
         with self._left:
             _wait(self._left, lambda: not idle.readers, closing, seconds, idle.version)
-        # Nobody enters it until it is swapped.
-        idle.catch_up(self._served, rest)
+        self.settle(rest)
         return idle
 
-    def show(
-        self,
-        version: Version,
-        closing: Callable[[], bool],
-        seconds: float,
-        rest: Callable[[], object],
-    ) -> None:
+    def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
         before, after = self._served, self._idle
         after.version = version
         before.behind, before.behind_dense = after.behind, after.behind_dense
         after.behind, after.behind_dense = {}, set()
         with self._lock:
             self._served, self._idle = after, before
-            leaves = before.readers == 0
-        if leaves:  # else before the next version
-            before.catch_up(after, rest)
+
+    def settle(self, rest: Callable[[], object]) -> None:
+        with self._lock:
+            if self._idle.readers:  # then before the next version
+                return
+        self._idle.catch_up(self._served, rest)  # nobody enters it until it is swapped
 
 
 class _Staged:
@@ -286,13 +283,7 @@ class OneCopy:
         self._staged = _Staged(self.replica, self._most)
         return self._staged
 
-    def show(
-        self,
-        version: Version,
-        closing: Callable[[], bool],
-        seconds: float,
-        rest: Callable[[], object],
-    ) -> None:
+    def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
         assert self._staged is not None
         with self._changed:
             self._writing = True
@@ -305,6 +296,9 @@ class OneCopy:
                 self._changed.notify_all()
         self._staged.close()
         self._staged = None
+
+    def settle(self, rest: Callable[[], object]) -> None:
+        """Do nothing: nothing is left to do."""
 
 
 def _wait(

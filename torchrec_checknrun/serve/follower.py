@@ -262,6 +262,7 @@ class Follower:
             self._served = todo.chain.manifests
             self._indexes.keep(self._served)
             self._lag.looked(self._served[-1], "; ".join(problems) or None)
+            self._copies.settle(self._pace.rest)
             return
         raise ChainBroken(
             f"{self._root}: checkpoints go, or are damaged, as they are read: "
@@ -332,7 +333,7 @@ class Follower:
                 committed_at=self._lag.commit_time(head),
                 kept=tuple(names.missing),
             )
-            self._copies.show(version, closing, self._seconds, rest)
+            self._copies.show(version, closing, self._seconds)
         except BaseException:
             if memory.links and memory is self._memory:
                 self._served = ()  # they are of neither version: all rows are read anew

@@ -183,7 +183,7 @@ def test_who_is_inside_is_waited_for(published: Any, tmp_path: Path) -> None:
     root, answers = published
     target = tmp_path / "published"
     target.mkdir()
-    follower = Follower(target, quantized(Net(rows=ROWS), 4), timeout_seconds=0.2)
+    follower = Follower(target, quantized(Net(rows=ROWS), 4), timeout_seconds=1.0)
     steps = publish(root, target)
     next(steps)
     follower.poll()
@@ -213,7 +213,7 @@ def test_one_copy_waits_for_who_is_inside(published: Any, tmp_path: Path) -> Non
     root, answers = published
     target = tmp_path / "published"
     target.mkdir()
-    follower = Follower(target, quantized(Net(rows=ROWS), 4), copies=1, timeout_seconds=0.2)
+    follower = Follower(target, quantized(Net(rows=ROWS), 4), copies=1, timeout_seconds=1.0)
     steps = publish(root, target)
     next(steps)
     follower.poll()
