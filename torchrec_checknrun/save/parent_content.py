@@ -58,8 +58,11 @@ class ParentContent:
             if not isinstance(job, StagedJob) or not isinstance(job.staged, StagedChunk):
                 yield job
                 continue
-            (content,) = job.staged.pieces(job.memory)
             key = dense_key(job.staged.entry)
+            if key is None:  # rows that were encoded at the cut
+                yield job
+                continue
+            (content,) = job.staged.pieces(job.memory)
             left -= len(content)
             if self._follows and left >= 0:
                 self._begun[key] = bytes(content)

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
 
+from recipes.dlrm_criteo import serve
 from recipes.dlrm_criteo.serving.app import PAGE
 from tests.unit.recipes.asked import (
     PATIENCE,
@@ -164,3 +166,24 @@ def test_ends_when_told(tmp_path: Path, number: int) -> None:
     server = Server(tmp_path)
     assert server.ask("GET", "/metrics")[0] == 200
     assert server.end(number) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("share=0", "share is 0; choose a part of a core"),
+        ("share=1.5", "share is 1.5; choose a part of a core"),
+        ("bits=3", "bits is 3; choose 32, 8, 4 or 2"),
+        ("threads=0", "threads, most_samples and interval_seconds have to be above zero"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path: Path, override: str, reason: str) -> None:
+    with initialize_config_dir(str(serve.CONFIGS), version_base=None):
+        config = compose("serve", [f"root={tmp_path}", override])
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        with pytest.raises(SystemExit, match=reason):
+            serve.main.__wrapped__(config)
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)
