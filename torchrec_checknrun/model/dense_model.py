@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.dense.buffers import buffer_names
+from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
+from torchrec_checknrun.values.state import Tree, encode_state
 
 if TYPE_CHECKING:
     from torchrec_checknrun.model.tracked import TrackedModel
@@ -37,6 +39,31 @@ class DensePart:
     def buffers(self) -> frozenset[str]:
         """Names of the model's buffers among the values."""
         return buffer_names(self.model, self.dense)
+
+    @cached_property
+    def parameters(self) -> list[torch.Tensor]:
+        """The values that are no buffers.
+
+        Raises:
+            UnsupportedState: a value is no tensor.
+        """
+        for name, value in self.dense.items():
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedState(
+                    f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
+                    "which can't be restored into it: put it into a state object of its own"
+                )
+        return [value for name, value in self.dense.items() if name not in self.buffers]
+
+    @cached_property
+    def encoded(self) -> tuple[Tree, list[bytes | memoryview]]:
+        """The values encoded, see ``encode_state``; their bytes are the live memory if the part is
+        kept for the next checkpoint.
+
+        Raises:
+            UnsupportedState: a value can't be stored.
+        """
+        return encode_state(self.dense, MODEL)
 
     @cached_property
     def names(self) -> dict[torch.Tensor, str]:
@@ -86,4 +113,6 @@ class DenseModel:
             return False
         tensors = [tensor for _, tensor in leaves(found.dense, (torch.Tensor,))]
         tensors += [block.tensor for block in found.blocks]
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+            return False  # shown by a copy
         return self._tree.holds(tensors) and self._tree.has_plain_state_dict()
