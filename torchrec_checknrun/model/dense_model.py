@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +87,8 @@ class DenseModel:
         self._model, self._tracked, self._tree = model, tracked, tree
         self._found: DensePart | None = None
         self._generation = 0
+        self._stored = StoredTables((), ())
+        self._stored_of: list[object] = []
 
     def find(self, refreshed: bool = False) -> DensePart:
         """Return the state as it is now.
@@ -101,12 +104,24 @@ class DenseModel:
             if now == self._generation:
                 return self._found
         live = {MODEL: self._model.state_dict()}
-        stored = StoredTables(self._tracked.tables, [s.local for s in self._tracked.shards])
+        stored = self.stored()
         dense = drop_tables(live[MODEL], stored)
         found = DensePart(self._model, dense, find_blocks(live, stored))
         self._generation = self._tree.generation()
         self._found = found if self._may_be_kept(found) else None
         return found
+
+    def stored(self) -> StoredTables:
+        """Return the names and memory of the tables, found again if shards or their memory are
+        other objects than the last time.
+        """
+        shards = [shard.local for shard in self._tracked.shards]
+        held: list[object] = [self._tracked.tables]
+        for shard in shards:
+            held += (shard.weight, shard.optimizer)
+        if len(held) != len(self._stored_of) or not all(map(is_, held, self._stored_of)):
+            self._stored, self._stored_of = StoredTables(self._tracked.tables, shards), held
+        return self._stored
 
     def _may_be_kept(self, found: DensePart) -> bool:
         if not all(isinstance(value, torch.Tensor) for value in found.dense.values()):

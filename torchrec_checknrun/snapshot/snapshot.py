@@ -22,7 +22,6 @@ from torchrec_checknrun.codecs.base import SampledRows
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer, Selected, union
 from torchrec_checknrun.marks.row_copies import ShardCopies
@@ -253,11 +252,11 @@ def take_states(
     of_model = tracked.dense.find(refreshed)
     optimizers = stored_optimizers(model, declared.states, tracked, of_model)
     live = {**optimizers, **state_dicts(declared.states, optimizers)}
-    shards = [shard.local for shard in tracked.shards]
-    rest, blocks = split_states(live, tracked.tables, shards, optimizers)
+    rest, blocks, in_optimizers = split_states(live, tracked.dense.stored(), optimizers)
     parameters = of_model.parameters
     dense = {MODEL: of_model.dense, **rest}
-    per_rank, encoded = declared.per_rank, {}
+    per_rank = declared.per_rank
+    encoded: dict[str, tuple[Tree, list[bytes | memoryview]]] = {}
     if declared.buffers.names:
         dense[MODEL] = dict(of_model.dense)
         if own := declared.buffers.take(dense[MODEL]):
@@ -265,7 +264,6 @@ def take_states(
             per_rank |= {BUFFERS}
     else:
         encoded[MODEL] = of_model.encoded
-    in_optimizers = (t for name in optimizers for _, t in leaves(dense[name], (torch.Tensor,)))
     progress, collisions = tracked.beside_rows()
     return Snapshot(
         shards=[],
