@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.composable.table_batched_embedding_slice import (
+    TableBatchedEmbeddingSlice,
+)
 
 from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.native import TensorPlaces
 
+_PLAIN = (torch.Tensor, nn.Parameter, TableBatchedEmbeddingSlice)
+"""Types of tensors that are all here, and of which nothing but their memory is looked at."""
 _LIBRARIES = frozenset({"torch", "torchrec", "fbgemm_gpu"})
 
 
@@ -97,8 +102,8 @@ class ModuleTree:
             for tensor in chain(module._parameters.values(), module._buffers.values())
             if tensor is not None
         ]
-        self._tensors = [t for t in tensors if type(t) in (torch.Tensor, nn.Parameter)]
-        self._sharded = [t for t in tensors if type(t) not in (torch.Tensor, nn.Parameter)]
+        self._tensors = [t for t in tensors if type(t) in _PLAIN]
+        self._sharded = [t for t in tensors if type(t) not in _PLAIN]
         self._places = TensorPlaces(self._tensors)
         self._kept = [list(modules), *map(list, self._held)]
         self._before = self._now()

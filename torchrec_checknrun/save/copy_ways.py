@@ -63,7 +63,7 @@ class CopyWays:
         return list(self._known.values())
 
     def _decide(self, shard: TrackedShard) -> Way:
-        local = shard.local
+        local, spoils = shard.local, shard.writes.spoils
         whole = self._later and local.replicated and local.weight.is_cpu
         why = why_copied_at_cut(shard) if self._on_write else "memory_budget is too small"
-        return Way(whole, None if whole else why, local.weight, local.optimizer, shard.writes.spoils)
+        return Way(whole, None if whole else why, local.weight, local.optimizer, spoils)

@@ -361,8 +361,10 @@ class Staging:
                 or not isinstance(piece, memoryview)
                 or not late.add(piece, memory[at : at + length])
             ):
-                plain = type(piece) is bytes or (piece.format == "B" and piece.ndim == 1)
-                target[at : at + length] = piece if plain else memoryview(piece).cast("B")
+                if type(piece) is memoryview and (piece.format, piece.ndim) != ("B", 1):
+                    target[at : at + length] = piece.cast("B")
+                else:  # most pieces
+                    target[at : at + length] = piece
             at += length
         staged = StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,)))
         return lambda: staged, offset

@@ -1,4 +1,4 @@
-"""Choose again how a shard's rows are copied whenever something has changed that this depends on."""
+"""Choose again how a shard's rows are copied whenever something that matters has changed."""
 
 from __future__ import annotations
 

@@ -84,6 +84,18 @@ def other_type(job: Job) -> None:
     state_of(job)["exp_avg"] = state_of(job)["exp_avg"].view(torch.int32)
 
 
+def move_state(job: Job) -> None:
+    state_of(job)["exp_avg"].data = torch.full((SIZE, SIZE), 5.0)
+
+
+def other_type_of_state(job: Job) -> None:
+    state_of(job)["exp_avg"].data = state_of(job)["exp_avg"].data.view(torch.int32)
+
+
+def flatten_state(job: Job) -> None:
+    state_of(job)["exp_avg"].resize_(SIZE * SIZE)
+
+
 def shrink_state(job: Job) -> None:
     state_of(job)["exp_avg"] = state_of(job)["exp_avg"][: SIZE // 2]
 
@@ -171,6 +183,9 @@ ACTIONS: list[Callable[[Job], None]] = [
     replace_states,
     transpose_state,
     other_type,
+    move_state,
+    other_type_of_state,
+    flatten_state,
     shrink_state,
     add_group,
     lose_state,
@@ -190,7 +205,16 @@ ACTIONS: list[Callable[[Job], None]] = [
     convert,
     look_up,
 ]
-ONCE = (add_group, transpose_state, other_type, shrink_state, other_type_of_data)
+ONCE = (
+    add_group,
+    transpose_state,
+    other_type,
+    move_state,
+    other_type_of_state,
+    flatten_state,
+    shrink_state,
+    other_type_of_data,
+)
 """Actions that can't be done twice."""
 
 
