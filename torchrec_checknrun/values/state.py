@@ -227,11 +227,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class _Seen(NamedTuple):
-    """A tensor whose bytes were shown, with all that can change of how they are shown."""
+    """A tensor whose bytes were shown, with all that tells whether these are its bytes still."""
 
     tensor: torch.Tensor
     place: tuple[int, int]
-    dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
     view: memoryview
@@ -256,14 +255,13 @@ class RawViews:
         self._known = {id(seen.tensor): seen for seen in self._before.values()}
 
     def known(self, tensor: torch.Tensor) -> memoryview | None:
-        """Return the bytes of a tensor that is the same object as the last time, in the same form;
-        None if it isn't.
+        """Return the bytes of a tensor that is the same object as the last time, at the same place
+        and of the same layout; None if it isn't.
         """
         seen = self._known.get(id(tensor))
         if (
             seen is None
             or seen.place != (tensor.data_ptr(), tensor.nbytes)
-            or seen.dtype is not tensor.dtype
             or seen.shape != tensor.shape
             or seen.strides != tensor.stride()
         ):
@@ -278,7 +276,7 @@ class RawViews:
         place = tensor.data_ptr(), tensor.nbytes
         seen = self._before.get(place)
         view = raw_bytes(tensor) if seen is None else seen.view
-        self._now[place] = _Seen(tensor, place, tensor.dtype, tensor.shape, tensor.stride(), view)
+        self._now[place] = _Seen(tensor, place, tensor.shape, tensor.stride(), view)
         return view
 
 

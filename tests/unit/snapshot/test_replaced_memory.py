@@ -96,6 +96,10 @@ def flatten_state(job: Job) -> None:
     state_of(job)["exp_avg"].resize_(SIZE * SIZE)
 
 
+def overlap_state(job: Job) -> None:
+    state_of(job)["exp_avg"].as_strided_((SIZE // 2, 2 * SIZE), (SIZE, 1))
+
+
 def shrink_state(job: Job) -> None:
     state_of(job)["exp_avg"] = state_of(job)["exp_avg"][: SIZE // 2]
 
@@ -186,6 +190,7 @@ ACTIONS: list[Callable[[Job], None]] = [
     move_state,
     other_type_of_state,
     flatten_state,
+    overlap_state,
     shrink_state,
     add_group,
     lose_state,
@@ -212,6 +217,7 @@ ONCE = (
     move_state,
     other_type_of_state,
     flatten_state,
+    overlap_state,
     shrink_state,
     other_type_of_data,
 )
