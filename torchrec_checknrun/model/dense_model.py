@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,7 +87,7 @@ class DenseModel:
         self._found: DensePart | None = None
         self._generation = 0
         self._stored = StoredTables((), ())
-        self._stored_of: list[object] = []
+        self._stored_at: tuple[int, ...] = ()
 
     def find(self, refreshed: bool = False) -> DensePart:
         """Return the state as it is now.
@@ -113,14 +112,12 @@ class DenseModel:
 
     def stored(self) -> StoredTables:
         """Return the names and memory of the tables, found again if shards or their memory are
-        other objects than the last time.
+        others than the last time.
         """
-        shards = [shard.local for shard in self._tracked.shards]
-        held: list[object] = [self._tracked.tables]
-        for shard in shards:
-            held += (shard.weight, shard.optimizer)
-        if len(held) != len(self._stored_of) or not all(map(is_, held, self._stored_of)):
-            self._stored, self._stored_of = StoredTables(self._tracked.tables, shards), held
+        tracked = self._tracked
+        if self._stored_at != (at := tracked.places()):
+            shards = [shard.local for shard in tracked.shards]
+            self._stored, self._stored_at = StoredTables(tracked.tables, shards), at
         return self._stored
 
     def _may_be_kept(self, found: DensePart) -> bool:

@@ -111,6 +111,7 @@ class Kernel:
         touches_other_rows: whether the fused optimizer may change rows that were not looked up.
         data_parallel: every rank has these tables, and a dense optimizer updates them.
         optimizers: the known dense optimizers, for data-parallel tables' state.
+        moves: how often ``shards`` were made to refer to other memory.
     """
 
     module: Any
@@ -119,6 +120,7 @@ class Kernel:
     touches_other_rows: bool
     data_parallel: bool = False
     optimizers: tuple[Optimizer, ...] = ()
+    moves: int = field(default=0, init=False, compare=False)
     _memory: KernelMemory | None = field(default=None, init=False, repr=False, compare=False)
     _in_shards: KernelMemory | None = field(default=None, init=False, repr=False, compare=False)
     """The memory that ``shards`` refer to; None while unknown."""
@@ -139,6 +141,7 @@ class Kernel:
         self._set(weights, _optimizer_states(self.module._emb_module, weights, self.optimizers))
 
     def _set(self, weights: list[torch.Tensor], states: list[dict[str, torch.Tensor]]) -> None:
+        self.moves += 1
         for shard, weight, state in zip(self.shards, weights, states, strict=True):
             shard.weight, shard.optimizer = weight.detach(), state
 

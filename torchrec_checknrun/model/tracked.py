@@ -84,7 +84,8 @@ class TrackedModel:
     * read and clear marks: ``modified_rows``, ``is_modified``, ``clear``;
     * cut a checkpoint: ``waiting``, ``all_reduce_marks``, ``cut``, then ``merge`` or ``forget``;
       ``keep_spares`` ahead of the first;
-    * keep up with the kernels' memory: ``refresh``, ``flush``, ``write_back``, ``purge``;
+    * keep up with the kernels' memory: ``refresh``, ``find_again``, ``places``, ``flush``,
+      ``write_back``, ``purge``;
     * notice writes outside of training: ``check_writes``, ``acknowledge_writes``;
     * move the optimizers' clocks: ``progress``, ``beside_rows``, ``set_progress``;
     * stop tracking: ``close``.
@@ -107,6 +108,7 @@ class TrackedModel:
         self._optimizers = optimizers
         self.collisions = Collisions(model)
         self._tree = ModuleTree(model)
+        self._finds = 0
         self._found_at = 0
         """The tree's generation when kernels and shards were last looked for."""
         self.dense = DenseModel(model, self, self._tree)
@@ -231,6 +233,11 @@ class TrackedModel:
             shard.marks.keep_spare()
 
     def refresh(self) -> None:
+        """``find_again``, and mark the rows that were written by hand."""
+        self.find_again()
+        self.check_writes()
+
+    def find_again(self) -> None:
         """Find the shards again if they were replaced without notice, or by a failed reshard.
 
         All rows of the new shards then count as modified.
@@ -240,7 +247,10 @@ class TrackedModel:
             logger.warning("the model was resharded: all rows of what changed count as modified")
         for shard in new:
             shard.mark_all()
-        self.check_writes()
+
+    def places(self) -> tuple[int, ...]:
+        """Return numbers that are others once ``shards`` are others, or their memory is."""
+        return (self._finds, *[kernel.moves for kernel in self._kernels()])
 
     def flush(self) -> None:
         """Prepare the shards' memory for use: find it again, and write GPU caches back to it."""
@@ -299,6 +309,7 @@ class TrackedModel:
             The shards that are gone, and those that are new.
         """
         self._found_at = self._tree.generation()
+        self._finds += 1
         left = {id(hook.kernel): hook for hook in self._hooks}
         collections = list(embedding_collections(self._model))
         found = find_kernels(self._model, self._optimizers, self._kernels(), collections)

@@ -242,7 +242,8 @@ class Background:
         plan.staging = Staging(memory.staging, memory.ring, items, memory.encode, late)
         differences.trees = items.trees
         differences.models, differences.buffers = snapshot.models, snapshot.buffers
-        plan.summary = summarize(save.proposal.header, snapshot, items, quantization)
+        surveys = survey(items.at_cut, quantization)
+        plan.summarize = partial(summarize, save.proposal.header, snapshot, items, surveys)
         return plan.staging
 
     def _stage(

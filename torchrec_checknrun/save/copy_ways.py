@@ -6,10 +6,9 @@ These stay the same from one cut to the next, and so does the answer: a model ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import torch
 
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.snapshot.cut_rows import why_copied_at_cut
@@ -21,23 +20,13 @@ class Way(NamedTuple):
     Attributes:
         whole: whether the shard is copied whole, later: this rank's part of a data-parallel table.
         at_cut: the reason why rows are copied at the cut; None if they are copied later.
-        weight, optimizer, spoils: of the shard and its kernel, when this was decided.
+        depends_on: how often the kernel's memory had moved when this was decided, and whether that
+            had been written unannounced.
     """
 
     whole: bool
     at_cut: str | None
-    weight: torch.Tensor
-    optimizer: Mapping[str, torch.Tensor]
-    spoils: bool
-
-    def holds(self, shard: TrackedShard) -> bool:
-        """Return whether nothing that this depends on has changed."""
-        local = shard.local
-        return (
-            self.weight is local.weight
-            and self.optimizer is local.optimizer
-            and self.spoils is shard.writes.spoils
-        )
+    depends_on: tuple[int, bool]
 
 
 class CopyWays:
@@ -50,20 +39,23 @@ class CopyWays:
 
     def __init__(self, later: bool, on_write: bool) -> None:
         self._later, self._on_write = later, on_write
-        self._known: dict[TrackedShard, Way] = {}
+        self._known: dict[weakref.ref[TrackedShard], Way] = {}
+        """Held weakly: a shard that is gone must not keep its table."""
 
     def of(self, shards: Sequence[TrackedShard]) -> list[Way]:
         """Return the way of each shard; those of others are forgotten."""
         known, self._known = self._known, {}
         for shard in shards:
-            way = known.get(shard)
-            if way is None or not way.holds(shard):
-                way = self._decide(shard)
-            self._known[shard] = way
+            key, watch = weakref.ref(shard), shard.writes
+            depends_on = watch.kernel.moves, watch.spoils
+            way = known.get(key)
+            if way is None or way.depends_on != depends_on:
+                way = self._decide(shard, depends_on)
+            self._known[key] = way
         return list(self._known.values())
 
-    def _decide(self, shard: TrackedShard) -> Way:
-        local, spoils = shard.local, shard.writes.spoils
+    def _decide(self, shard: TrackedShard, depends_on: tuple[int, bool]) -> Way:
+        local = shard.local
         whole = self._later and local.replicated and local.weight.is_cpu
         why = why_copied_at_cut(shard) if self._on_write else "memory_budget is too small"
-        return Way(whole, None if whole else why, local.weight, local.optimizer, spoils)
+        return Way(whole, None if whole else why, depends_on)

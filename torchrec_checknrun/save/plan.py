@@ -155,10 +155,12 @@ class Prepared:
         return (self.items[name].job(share.settled) for name in share.items)
 
 
-def summarize(
-    header: Header, snapshot: Snapshot, items: Items, quantization: Quantization
-) -> PlanSummary:
-    """Summarize a snapshot for rank 0."""
+def summarize(header: Header, snapshot: Snapshot, items: Items, surveys: Surveys) -> PlanSummary:
+    """Summarize a snapshot for rank 0; training may have gone on since.
+
+    Args:
+        surveys: of the rows that were not copied later, from the cut.
+    """
     return PlanSummary(
         header=header,
         tables=snapshot.tables,
@@ -168,7 +170,7 @@ def summarize(
         replicated=items.replicated,
         per_rank=tuple(sorted(snapshot.per_rank)),
         blocks=[block.summary for block in snapshot.blocks],
-        surveys=survey(items.at_cut, quantization),
+        surveys=surveys,
         lowest=tuple(sorted(snapshot.replicated)),
     )
 

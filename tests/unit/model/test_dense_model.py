@@ -163,12 +163,24 @@ def test_tables_memory_is_the_present_one(group: None) -> None:
     with closing(track(model)) as tracked:
         before = tracked.dense.stored()
         assert tracked.dense.stored() is before
-        local = tracked.shards[0].local
-        local.optimizer = {name: state.clone() for name, state in local.optimizer.items()}
-        assert all(tracked.dense.stored().holds(state) for state in local.optimizer.values())
-        local.weight = local.weight.clone()
-        assert tracked.dense.stored().holds(local.weight)
-        assert not before.holds(local.weight)
+        kernel = tracked.shards[0].writes.kernel
+        shards = kernel.shards
+        states = [{name: s.clone() for name, s in shard.optimizer.items()} for shard in shards]
+        kernel._set([shard.weight.clone() for shard in shards], states)
+        tensors = [tensor for shard in shards for tensor in shard.tensors]
+        assert not any(map(before.holds, tensors))
+        assert all(map(tracked.dense.stored().holds, tensors))
+
+
+def test_tables_of_new_shards_are_found(group: None) -> None:
+    model: Any = make_model()
+    with closing(track(model)) as tracked:
+        before = tracked.dense.stored()
+        model.module.ebc = make_model().module.ebc
+        tracked.refresh()
+        tensors = [tensor for shard in tracked.shards for tensor in shard.local.tensors]
+        assert not any(map(before.holds, tensors))
+        assert all(map(tracked.dense.stored().holds, tensors))
 
 
 def test_generations() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,14 +28,24 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
+def move(tracked: TrackedModel, form: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
+    """Move the memory of the tall table's kernel, in another form for that table."""
+    kernel = only(tracked, TALL).writes.kernel
+    weights, states = [], []
+    for shard in kernel.shards:
+        tall = shard.table == TALL
+        weights.append(form(shard.weight) if tall and what == "weight" else shard.weight.clone())
+        own = form if tall and what == "states" else torch.clone
+        states.append({name: own(state) for name, state in shard.optimizer.items()})
+    kernel._set(weights, states)
+
+
 def move_weight(tracked: TrackedModel) -> None:
-    local = only(tracked, TALL).local
-    local.weight = strided(local.weight)
+    move(tracked, strided, "weight")
 
 
 def move_states(tracked: TrackedModel) -> None:
-    local = only(tracked, TALL).local
-    local.optimizer = {name: strided(state) for name, state in local.optimizer.items()}
+    move(tracked, strided, "states")
 
 
 def write_outside(tracked: TrackedModel) -> None:
@@ -59,16 +71,26 @@ def test_changes_are_noticed(
     tall = only(tracked, TALL)
     assert why in str(after[tracked.shards.index(tall)].at_cut)
     for shard, old, new in zip(tracked.shards, before, after, strict=True):
-        touched = shard.writes is tall.writes if act is write_outside else shard is tall
-        assert (new is old) != touched
+        assert (new is old) == (shard.writes is not tall.writes)
 
 
 def test_a_shard_that_has_come_again_is_looked_at_again(tracked: TrackedModel) -> None:
     ways = CopyWays(later=True, on_write=True)
     ways.of(tracked.shards)
     ways.of(tracked.shards[:1])
-    move_states(tracked)
+    move(tracked, strided, "states")
     assert any(way.at_cut is not None for way in ways.of(tracked.shards))
+
+
+def test_a_shard_that_is_gone_is_not_kept(group: None) -> None:
+    ways = CopyWays(later=True, on_write=True)
+    tracked = track(make_model())
+    ways.of(tracked.shards)
+    gone = weakref.ref(tracked.shards[0])
+    tracked.close()
+    del tracked
+    gc.collect()
+    assert gone() is None
 
 
 def test_without_memory_all_are_copied_at_the_cut(tracked: TrackedModel) -> None:
