@@ -168,6 +168,8 @@ class _Walk:
 
     def dense(self, value: Any, path: Path) -> Any:
         """Return a value's dense part, see ``drop_tables``."""
+        if type(value) is dict and len(path) <= MOST_DEPTH:  # most values that come here
+            return self._dict(value, path)
         if isinstance(value, SHARDED):
             self.sharded.append((path, value))
             return None
@@ -192,15 +194,18 @@ class _Walk:
             if kind in _SIMPLE:
                 kept[key] = item
             elif kind is torch.Tensor or (
-                isinstance(item, torch.Tensor) and not isinstance(item, SHARDED)
+                kind is not dict
+                and isinstance(item, torch.Tensor)
+                and not isinstance(item, SHARDED)
             ):
                 if not (item.untyped_storage().data_ptr() in memory and item.numel()):
                     kept[key] = item
                     self.plain.append(item)
             else:
                 copied = self.dense(item, (*path, key))
-                of_table = isinstance(item, dict) and not copied and self._stored.name(key)
-                if not of_table and not isinstance(item, SHARDED):
+                if copied is None and isinstance(item, SHARDED):
+                    continue
+                if copied or not isinstance(item, dict) or not self._stored.name(key):
                     kept[key] = copied
         return kept
 

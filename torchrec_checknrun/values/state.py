@@ -106,7 +106,7 @@ class _Encoder:
             return self._tensor(value, path)
         if kind is float:
             return {"f": float.hex(value)}
-        if isinstance(value, dict):
+        if kind is dict or isinstance(value, dict):
             return {
                 "d": [
                     [
