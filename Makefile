@@ -16,6 +16,10 @@ CHOICE := $(PYTHON) $(DEVICE) $(CURDIR)
 DATA ?=
 ARGS ?=
 
+# Bytecode is kept: wheels are installed uncompiled, and tests start some hundred processes, each of which would compile
+# what it imports of torch again, in twice the time of the import.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Of tests, which wait for other processes most of the time: groups run beside each other.
 GROUPS := tests/crash tests/distributed tests/unit other-tests
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)

@@ -1,12 +1,17 @@
-"""Provide worker pools for the whole pytest session, one per number of ranks."""
+"""Provide worker pools for the whole session, one per number of ranks; give examples time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.distributed.worker_pool import WorkerPool
+
+# No test is about the time that an example takes, least of all beside others on a busy machine.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

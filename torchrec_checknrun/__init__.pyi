@@ -10,6 +10,7 @@ from .options.arguments import PerRank as PerRank
 from .options.arguments import Replicated as Replicated
 from .options.compact_after import CompactAfter as CompactAfter
 from .options.publish import Publish as Publish
+from .recovery.skipped_initialization import skip_initialization as skip_initialization
 from .restore.warm_start import load_tables as load_tables
 from .root.policy import Consecutive as Consecutive
 from .root.policy import Full as Full

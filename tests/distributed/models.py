@@ -18,6 +18,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
+    column_wise,
     construct_module_sharding_plan,
     data_parallel,
     row_wise,
@@ -349,4 +350,6 @@ def _generator(sharding: str) -> Any:
     kind, _, rank = sharding.partition(":")
     if kind == "table_wise":
         return table_wise(rank=int(rank))
+    if kind == "column_wise":
+        return column_wise(ranks=[*map(int, rank.split(","))])
     return data_parallel() if kind == "data_parallel" else row_wise()

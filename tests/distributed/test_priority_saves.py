@@ -14,11 +14,12 @@ import torch.distributed as dist
 from tests.distributed.partial_lives import Lives, differing, from_storage
 from tests.distributed.worker_pool import WorkerPool
 from torchrec_checknrun import PrioritySaves, RestoreReport
+from torchrec_checknrun.format.names import PRIORITY_SAVES
 from torchrec_checknrun.memory.partial import PRIORITIES
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tiers.priority_rows import FOLDER, PriorityRows, parse_directory
+from torchrec_checknrun.tiers.priority_rows import PriorityRows, parse_directory
 
 pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 
@@ -69,7 +70,7 @@ def train(lives: Lives, steps: int) -> None:
 
 
 def saves(lives: Lives) -> list[str]:
-    return sorted(path.name for path in (lives.root / FOLDER).glob("*"))
+    return sorted(path.name for path in (lives.root / PRIORITY_SAVES).glob("*"))
 
 
 def distance(one: Rows, other: Rows) -> float:
@@ -113,7 +114,7 @@ def lose(folder: str, memory: str, by: str | None, fraction: float) -> list[Any]
     lives.train(5)
     assert differing(from_storage(lives), lives.values()) == []  # of step 16: no row is missing
     lives.end()
-    assert not (lives.root / FOLDER).exists()
+    assert not (lives.root / PRIORITY_SAVES).exists()
     return [counts, distance(found, at_11), distance(at_8, at_11), report.pls]
 
 
@@ -209,7 +210,7 @@ def damaged(folder: str, memory: str) -> None:
     at_9 = rows_of(lives)
     train(lives, 1)
     if dist.get_rank() == 3:
-        path = lives.root / FOLDER / saves(lives)[-1] / "rank-00003.bin"
+        path = lives.root / PRIORITY_SAVES / saves(lives)[-1] / "rank-00003.bin"
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
@@ -235,7 +236,7 @@ def only_modified(folder: str, memory: str) -> list[int]:
     lives.saver.restore()
     train(lives, 6)
     own = f"rank-{dist.get_rank():05d}.bin"
-    sizes = [(lives.root / FOLDER / name / own).stat().st_size for name in saves(lives)]
+    sizes = [(lives.root / PRIORITY_SAVES / name / own).stat().st_size for name in saves(lives)]
     full = next(lives.root.glob("seq-*")) / own
     lives.end()
     return [*sizes, full.stat().st_size]

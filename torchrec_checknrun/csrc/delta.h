@@ -111,7 +111,7 @@ struct DeltaLinkJob {
   const int64_t* positions;
   int64_t row_start;             // of the shard: position + row_start is the id
   uint64_t first, last;          // the shard's columns, mixed, as digests take them
-  const uint64_t* factors;       // of the columns' codes in digests
+  const int32_t *low, *high;     // halves of the columns' factors in digests, padded with zeros
   HeldRows held;
   HeldRows old;  // (n, ...): receives the rows as they were, those beside one after the other
   uint8_t* symbols;

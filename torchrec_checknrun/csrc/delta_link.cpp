@@ -10,6 +10,8 @@
 namespace checknrun {
 namespace {
 
+constexpr int64_t kMostLanes = 16;  // of any build's vectors
+
 struct OwnedPart : DeltaLinkPart {
   OwnedPart() = default;
   OwnedPart(const OwnedPart&) = delete;
@@ -125,8 +127,12 @@ Linked delta_link(const at::Tensor& positions, const at::Tensor& weight, const a
   for (int64_t r = 1; r < n; ++r) {
     TORCH_CHECK_VALUE(at[r - 1] < at[r], "positions must be sorted and distinct");
   }
-  std::vector<uint64_t> factors(static_cast<size_t>(dim));
-  for (int64_t j = 0; j < dim; ++j) factors[size_t(j)] = mixed(uint64_t(j)) | 1;
+  std::vector<int32_t> low(static_cast<size_t>(dim + kMostLanes)), high(low.size());
+  for (int64_t j = 0; j < dim; ++j) {
+    const uint64_t factor = mixed(uint64_t(j)) | 1;
+    low[size_t(j)] = int32_t(uint32_t(factor));
+    high[size_t(j)] = int32_t(factor >> 32);
+  }
   at::Tensor symbols = at::empty({n}, at::kByte);
   DeltaLinkJob job{weight.const_data_ptr(),
                    value_of(weight),
@@ -138,7 +144,8 @@ Linked delta_link(const at::Tensor& positions, const at::Tensor& weight, const a
                    row_start,
                    mixed(uint64_t(first)),
                    mixed(uint64_t(last)) << 1,
-                   factors.data(),
+                   low.data(),
+                   high.data(),
                    {memory_of<uint8_t>(forms, {rows}, "forms"),
                     memory_of<uint8_t>(exponents, {rows}, "exponents"),
                     memory_of<uint8_t>(slots, {rows, slot}, "slots"), slot,

@@ -16,13 +16,44 @@ inline uint64_t word_of(const uint8_t* slot) {
   return word;
 }
 
+// Returns the sum of the codes, as unsigned numbers, times their columns' factors. Codes are padded
+// by anything, since the factors there are 0.
+inline uint64_t weighed(const DeltaLinkJob& job, const int32_t* codes) {
+  uint64_t sum = 0;
+#if CHECKNRUN_LANES >= 8  // there is a product of 32 bits each to 64, none of 64 to 64
+  typedef uint64_t Wide __attribute__((vector_size(4 * kLanes)));
+  typedef uint32_t Unsigned __attribute__((vector_size(4 * kLanes)));
+  Wide lower = {};
+  Unsigned upper = {};
+  for (int64_t d = 0; d < job.dim; d += kLanes) {
+    const Wide x = (Wide)load_ints(codes + d), low = (Wide)load_ints(job.low + d);
+#if CHECKNRUN_LANES == 16
+    lower += (Wide)_mm512_mul_epu32((__m512i)x, (__m512i)low);
+    lower += (Wide)_mm512_mul_epu32((__m512i)(x >> 32), (__m512i)(low >> 32));
+#else
+    lower += (Wide)_mm256_mul_epu32((__m256i)x, (__m256i)low);
+    lower += (Wide)_mm256_mul_epu32((__m256i)(x >> 32), (__m256i)(low >> 32));
+#endif
+    upper += (Unsigned)x * (Unsigned)load_ints(job.high + d);
+  }
+  uint32_t high = 0;
+  for (int i = 0; i < kLanes; ++i) high += upper[i];
+  for (int i = 0; i < kLanes / 2; ++i) sum += lower[i];
+  return sum + (uint64_t(high) << 32);
+#else
+  for (int64_t j = 0; j < job.dim; ++j) {
+    const uint64_t factor = uint32_t(job.low[j]) | uint64_t(uint32_t(job.high[j])) << 32;
+    sum += uint64_t(uint32_t(codes[j])) * factor;
+  }
+  return sum;
+#endif
+}
+
 inline uint64_t digest_of(const DeltaLinkJob& job, int64_t at, uint8_t kind, int exponent,
                           const int32_t* codes) {
   uint64_t place = mixed(uint64_t(at + job.row_start) ^ job.first) ^ job.last;
   place = mixed(place ^ uint64_t(kind) << 32 ^ uint64_t(int64_t(exponent) + 1024));
-  uint64_t sum = 0;
-  for (int64_t j = 0; j < job.dim; ++j) sum += uint64_t(uint32_t(codes[j])) * job.factors[j];
-  return mixed(place + sum);
+  return mixed(place + weighed(job, codes));
 }
 
 // A row's predecessor and its successor, as the kernel that encodes takes them.

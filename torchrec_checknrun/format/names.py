@@ -13,6 +13,8 @@ from msgspec import Meta
 from torchrec_checknrun.errors import CorruptCheckpoint
 
 MANIFEST_NAME = "manifest.json"
+PRIORITY_SAVES = ".priority"
+"""The folder of saves between checkpoints; the name of each begins with a checkpoint's."""
 LAST_SEQUENCE = 10**18 - 1
 """The highest sequence number that fits into an id."""
 _PLAIN_NAME = re.compile(r"\A(?!\.{1,2}\Z)(?!.*::)[^/\\\x00-\x1f\ud800-\udfff]{1,255}\Z")

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.errors import CorruptCheckpoint, ImagesRefused
+from torchrec_checknrun.format.entries import Facts
 from torchrec_checknrun.memory.generators import generators_state
 from torchrec_checknrun.memory.model_content import (
     PARTS,
@@ -30,6 +31,7 @@ from torchrec_checknrun.memory.model_content import (
 )
 from torchrec_checknrun.memory.optimizer_content import OptimizerContent
 from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.model.collisions import CollisionState
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import StoredTables, drop_tables, find_blocks
@@ -41,6 +43,8 @@ from torchrec_checknrun.snapshot.snapshot import state_dicts
 from torchrec_checknrun.values.state import Tree, decode_state, tree_items
 
 _TABLES, _PROGRESS, _GENERATORS = "tables", "progress", "generators"
+_COLLISIONS, _FACTS = "collisions", "collision facts"
+_NONE = msgspec.msgpack.encode({})
 
 
 def local_parts(
@@ -98,6 +102,7 @@ class Taker:
             },
             _PROGRESS: msgspec.msgpack.encode(_packed(self._tracked.progress())),
             _GENERATORS: generators_state(),
+            **_of_collisions(self._tracked.collisions.state()),
         }
         return [*pieces, *section(of_run)]
 
@@ -151,6 +156,13 @@ def require_few(pieces: Sequence[Piece], most: int, seconds: float) -> None:
         )
 
 
+def _of_collisions(state: CollisionState | None) -> dict[str, object]:
+    """Return what is held of managed-collision modules beside tensors of the model."""
+    if state is None:
+        return {}
+    return {_FACTS: msgspec.msgpack.encode(state.facts), _COLLISIONS: state.tensors}
+
+
 def _packed(progress: Mapping[str, OptimizerClock]) -> list[dict[str, Any]]:
     """Pack clocks, each once: the tables of a kernel share one."""
     by_clock: dict[int, dict[str, Any]] = {}
@@ -175,6 +187,7 @@ class HeldStates:
         parts: local parts of sharded tensors, by name.
         progress: the optimizers' clocks, by table.
         generators: see ``generators_state``.
+        collisions: of managed-collision modules, beside their parts.
     """
 
     trees: dict[str, tuple[Tree, memoryview]]
@@ -182,6 +195,7 @@ class HeldStates:
     parts: dict[str, torch.Tensor]
     progress: dict[str, OptimizerClock]
     generators: dict[str, Any]
+    collisions: CollisionState
 
     @classmethod
     def read(cls, content: memoryview) -> HeldStates:
@@ -205,7 +219,9 @@ class HeldStates:
             packed = msgspec.msgpack.decode(found[_PROGRESS])
             clocks = [(each["tables"], OptimizerClock(**each["clock"])) for each in packed]
             progress = {table: clock for tables, clock in clocks for table in tables}
-            return cls(trees, found[_TABLES], parts, progress, found[_GENERATORS])
+            facts = msgspec.msgpack.decode(found.get(_FACTS, _NONE), type=dict[str, Facts])
+            collisions = CollisionState(facts, found.get(_COLLISIONS, {}))
+            return cls(trees, found[_TABLES], parts, progress, found[_GENERATORS], collisions)
         except (
             *(CorruptCheckpoint, msgspec.MsgspecError),
             *(KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError),

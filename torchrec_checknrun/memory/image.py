@@ -8,12 +8,9 @@ as often as it takes, until all ranks are at T; only then are journals dropped.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -74,9 +71,7 @@ class RankImage:
         self.shards = ShardMemory(tracked)
         self._marks = [shard.marks for shard in self.shards.shards]
         self._run = f"{root} {rank}/{world_size}"
-        run = hashlib.sha256(root.encode()).hexdigest()[:16]
-        name = f"checknrun-{os.geteuid()}-{run}-{rank}of{world_size}.image"
-        self.path = Path(images.folder) / name
+        self.path = images.path(root, rank, world_size)
         self.why_not: str | None = None
         self.rows = self.changed = 0
         self._areas: Areas | None = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,13 @@ class Images:
             raise ValueError(
                 f"survive: keep_hours must be 0 or more, such as 24, not {self.keep_hours!r}"
             )
+
+    def path(self, root: str, rank: int, world_size: int) -> Path:
+        """Return the file of a rank's image.
+
+        Args:
+            root: the URL of the run's checkpoints, which names the run.
+        """
+        run = hashlib.sha256(root.encode()).hexdigest()[:16]
+        name = f"checknrun-{os.geteuid()}-{run}-{rank}of{world_size}.image"
+        return Path(self.folder) / name

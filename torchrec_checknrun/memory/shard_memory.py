@@ -128,11 +128,6 @@ class ShardMemory:
 
 
 def _require_supported(tracked: TrackedModel, shards: list[TrackedShard]) -> None:
-    if tracked.collisions.modules:
-        raise ImagesRefused(
-            "survive=Images() can't keep managed-collision modules yet, and the model has "
-            f"{sorted(tracked.collisions.modules)}: run without it"
-        )
     for shard in tracked.shards:
         for tensor in shard.local.tensors:
             if not tensor.is_cpu or not tensor.is_contiguous():

@@ -33,6 +33,8 @@ from torchrec_checknrun.dense.optimizers import row_states, state_of
 from torchrec_checknrun.errors import UnsupportedTable
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
+FUSED = (BatchedFusedEmbeddingBag, BatchedFusedEmbedding)
+"""TorchRec's modules around a kernel that contains its tables' optimizer."""
 _TOUCHES_LOOKED_UP_ROWS_ONLY = frozenset(
     {
         EmbOptimType.SGD,
@@ -243,7 +245,7 @@ def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kern
     data_parallel = type(module) in (BatchedDenseEmbedding, BatchedDenseEmbeddingBag) and all(
         table.local_metadata is None for table in module._config.embedding_tables
     )
-    if not data_parallel and type(module) not in (BatchedFusedEmbeddingBag, BatchedFusedEmbedding):
+    if not data_parallel and type(module) not in FUSED:
         raise UnsupportedTable(
             f"tables {[prefix + name for name in names]} are held by {type(module).__name__}, "
             "whose rows can't be tracked, read and written in place: shard them with compute "

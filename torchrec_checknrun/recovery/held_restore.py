@@ -13,6 +13,7 @@ from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.hand_written import announced
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore.collisions import check_held, resume_held
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.restore import Target, hand_back
 from torchrec_checknrun.restore.states import Owners, SavedStates, StateRestore
@@ -71,6 +72,7 @@ class HeldRestore:
                 self._states.put(name, decode_state(tree, payload))
         for block in self._blocks:
             block.tensor.copy_(held.parts[part_name(block)])
+        resume_held(tracked.collisions, held.collisions)
         shards = [shard for shard in tracked.shards if shard.local.replicated]
         with announced([shard.kernel_module for shard in shards]):
             for shard in shards:
@@ -94,6 +96,7 @@ class HeldRestore:
 
     def _check(self) -> None:
         held = self._held
+        check_held(self._target.tracked.collisions, held.collisions, _NAME)
         for table in replicas(self._target.tracked):
             tensors = {"weight": table.weight, **table.optimizer}
             now = {n: tuple(t.shape) for n, t in tensors.items()}

@@ -25,6 +25,7 @@ from torchrec_checknrun.model.collisions import (
     NAME,
     RAW_IDS,
     Collisions,
+    CollisionState,
     Tensors,
     facts_of,
 )
@@ -119,6 +120,27 @@ class CollisionRestore:
             if path in self._regrouped:
                 module.validate_state()  # sorts the remapping table, whose parts were joined
             _resume(path, module, self._parts[path])
+
+
+def check_held(collisions: Collisions, held: CollisionState, where: str) -> None:
+    """Check that held modules are the live ones, on the same ranks.
+
+    Raises:
+        IncompatibleCheckpoint: names the module.
+    """
+    for path in collisions.modules.keys() | held.facts.keys():
+        saved, module = held.facts.get(path), collisions.modules.get(path)
+        if saved is None or module is None or saved.rows != collisions.rows[path]:
+            raise IncompatibleCheckpoint(f"{path} is in {where} or in the model, of other rows")
+        _check_facts(path, saved, facts_of(module, saved.rows), where)
+
+
+def resume_held(collisions: Collisions, held: CollisionState) -> None:
+    """Give modules that ``check_held`` has checked their state beside the model's tensors."""
+    for path, module in collisions.modules.items():
+        if isinstance(module, MCHManagedCollisionModule):
+            facts = held.facts[path]
+            _resume(path, module, [_Part(0, facts, _checked(path, held.tensors, facts))])
 
 
 def _checked(path: str, tensors: object, facts: Facts) -> Tensors:

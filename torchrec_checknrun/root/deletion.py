@@ -15,7 +15,12 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
+from torchrec_checknrun.format.names import (
+    MANIFEST_NAME,
+    PRIORITY_SAVES,
+    CheckpointId,
+    parse_id,
+)
 from torchrec_checknrun.root.chain import parent_among
 from torchrec_checknrun.root.retention import PINNED
 from torchrec_checknrun.store.folder import Folder
@@ -113,6 +118,29 @@ def find_leftovers(
             if isinstance(error, StorageUnreachable):
                 raise
             problems.append(f"{root}/{name} stays: {error}")
+
+
+def delete_priority_saves(root: Folder) -> list[str]:
+    """Delete the priority saves of checkpoints that are gone, of which no rank can make use.
+
+    A rank deletes its own at its next one; those of ranks that a run no longer has stay until now.
+
+    Returns:
+        The names of the deleted directories.
+
+    Raises:
+        StorageFailed: the storage refused.
+    """
+    saves = root / PRIORITY_SAVES
+    of = {name: parse_id(name.partition(".")[0]) for name in saves.names()}
+    if not of:
+        return []
+    live = set(root.names())
+    gone = [name for name, id in of.items() if id is not None and id.name not in live]
+    for name in gone:
+        _delete_files(saves / name)
+    saves.remove()  # unless there are others
+    return gone
 
 
 def delete_checkpoint(folder: Folder) -> list[str]:

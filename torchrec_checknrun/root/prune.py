@@ -26,7 +26,12 @@ from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
 from torchrec_checknrun.root.chain import files_problem
 from torchrec_checknrun.root.checkpoints import Listing, committed, read_manifest
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
-from torchrec_checknrun.root.deletion import Deletion, find_leftovers, with_parents
+from torchrec_checknrun.root.deletion import (
+    Deletion,
+    delete_priority_saves,
+    find_leftovers,
+    with_parents,
+)
 from torchrec_checknrun.root.followers import held_by_followers
 from torchrec_checknrun.root.retention import (
     PINNED,
@@ -229,6 +234,8 @@ def _carry_out(
     if delete.failed:
         raise delete.failed[0]
     try:
+        if plan.verdict.delete:
+            delete_priority_saves(root)
         clean_up(root, claims, others=plan.temporary)
     except StorageUnreachable:
         raise

@@ -10,6 +10,11 @@ from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.recovery.missing_root import protect_existing, start_fresh
 from torchrec_checknrun.recovery.restore_report import report_recovered, report_restored
+from torchrec_checknrun.recovery.skipped_initialization import (
+    initialize_skipped,
+    note_initialized,
+    why_uninitialized,
+)
 from torchrec_checknrun.recovery.survival import Recovered, Survival
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.restore import Restored, Target, restore
@@ -35,6 +40,9 @@ class Restoring:
     steps: int = 0
     partly_restored: str | None = None
 
+    def __post_init__(self) -> None:
+        self._uninitialized = why_uninitialized(self.options.model)
+
     def restore(
         self, checkpoint: str | None, fit: Fit, *, verify_all: bool, required: bool | None
     ) -> RestoreReport | None:
@@ -43,11 +51,13 @@ class Restoring:
         before = self.saver.proposer.quantization
         root, resume = self.options.root, self.options.resume
         if required is None and checkpoint is None and resume == "never":
+            self._initialize()
             protect_existing(root, self.ranks, self.saver.writer)
             self.survival.begin(self.steps)
             return None
         if checkpoint is None and (recovered := self._recover()) is not None:
             return report_recovered(self.saver, recovered, time.perf_counter() - started)
+        self._initialize()
         self.survival.overwriting()
         found = self._apply(checkpoint, fit, verify_all)
         self.partly_restored = None
@@ -63,16 +73,24 @@ class Restoring:
         return replace(report, without_images=self.survival.reasons)
 
     def require_whole(self) -> None:
-        """Refuse to go on with a model of which only a part was restored.
+        """Refuse to go on with a model that was not restored, or of which only a part was.
 
         Raises:
             ModelPartlyRestored: it is such a model.
         """
+        if self._uninitialized is not None:
+            raise ModelPartlyRestored(self._uninitialized)
         if self.partly_restored is not None:
             raise ModelPartlyRestored(
                 "a restore failed half-way: restore again, or start from a new model. "
                 f"{self.partly_restored}"
             )
+
+    def _initialize(self) -> None:
+        """Make up for initial values that were left out for the sake of images."""
+        if self._uninitialized is not None:
+            initialize_skipped(self.options.model)
+            self._uninitialized = None
 
     def _recover(self) -> Recovered | None:
         """Go on from images and note it; None if they can't be used."""
@@ -82,6 +100,8 @@ class Restoring:
             self.partly_restored = str(error)
             raise
         if recovered is not None:
+            note_initialized(self.options.model)
+            self._uninitialized = None
             self.steps, self.partly_restored = recovered.step, None
             self.saver.deferred = False
         return recovered

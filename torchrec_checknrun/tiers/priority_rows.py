@@ -21,6 +21,7 @@ from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.entries import RowsEntry
+from torchrec_checknrun.format.names import PRIORITY_SAVES
 from torchrec_checknrun.format.rank_file import rank_file_name, write_rank_file
 from torchrec_checknrun.format.row_chunk import RowsHeader, encode_rows
 from torchrec_checknrun.format.row_reader import StoredRows
@@ -41,7 +42,6 @@ from torchrec_checknrun.tiers.own_check import read_own_chunks
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
-FOLDER = ".priority"
 _SUMS = "momentum1"
 _EXACT = TableEncoding(Exact())
 
@@ -150,7 +150,7 @@ class PriorityRows:
 
     def _write(self, name: str, head: str, chunks: Sequence[_Chunk]) -> None:
         try:
-            folder = self._root / FOLDER / name
+            folder = self._root / PRIORITY_SAVES / name
             folder.create()
             write_rank_file(folder, self._rank, iter(chunks))
         except (CheckNRunError, OSError) as error:
@@ -165,7 +165,7 @@ class PriorityRows:
             after: saves of later steps go; None: they stay.
         """
         with suppress(CheckNRunError, OSError):
-            folder = self._root / FOLDER
+            folder = self._root / PRIORITY_SAVES
             for name in folder.names():
                 of, _, step = parse_directory(name)
                 if (head is not None and of != head) or (after is not None and step > after):
@@ -235,7 +235,7 @@ def apply_saves(
     Args:
         step: that the rank goes on at: saves of later ones count for nothing.
     """
-    folder, written, file = root / FOLDER, 0, rank_file_name(rank)
+    folder, written, file = root / PRIORITY_SAVES, 0, rank_file_name(rank)
     try:
         saves = sorted((parse_directory(name)[2], name) for name in folder.names())
     except OSError as error:

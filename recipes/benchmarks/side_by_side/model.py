@@ -68,9 +68,10 @@ class Job:
 
     Args:
         dtensor: whether its state dict has DTensors in place of ShardedTensors.
+        drawn_here: whether the tables get the recipe's starting values in place of TorchRec's.
     """
 
-    def __init__(self, setting: Setting, dtensor: bool = False) -> None:
+    def __init__(self, setting: Setting, dtensor: bool = False, drawn_here: bool = True) -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
         # Hides warnings that TorchRec traces a model
@@ -101,7 +102,7 @@ class Job:
         )
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
         self.shards = [s for kernel in find_kernels(self.model)[0] for s in kernel.shards]
-        for shard in self.shards:
+        for shard in self.shards if drawn_here else ():
             initialise(shard)
 
     @property

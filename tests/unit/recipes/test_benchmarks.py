@@ -75,6 +75,21 @@ def test_images_are_measured(tmp_path: Path) -> None:
     assert set(found["seconds_per_gigabyte"]) == {"images", "full_restore", "dcp_load"}
 
 
+@pytest.mark.slow  # six processes
+@pytest.mark.skipif(not has_extension(), reason="the extension was not built")
+def test_a_restart_is_taken_apart(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["--rows", "5000", "--rounds", "1", "--json", str(out)]
+    command = [sys.executable, "-m", "recipes.benchmarks.restart", *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for found in json.loads(out.read_text())["results"]:
+        for way, seconds in found["seconds"].items():
+            assert min(seconds.values()) > 0
+            assert sum(seconds.values()) == pytest.approx(found["whole"][way])
+    assert "| **from the start of the process** |" in done.stdout
+
+
 @pytest.mark.slow
 def test_memory_is_measured() -> None:
     case = Case(dim=16, bits=8, stride=3, budget=4 << 20, times=2)

@@ -10,7 +10,7 @@ from tests.unit.chains import write
 from tests.unit.root.commits import ROWS, leftover, part, write_full
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
+from torchrec_checknrun.format.names import MANIFEST_NAME, PRIORITY_SAVES, checkpoint_id
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting
@@ -47,6 +47,24 @@ def test_what_is_not_needed_goes(root: Folder) -> None:
     assert root.names() == ["my notes", fourth.id]
     resolve(root, fourth.id)
     assert prune(root, Retention(1)).verdict.delete == {}
+
+
+def test_priority_saves_go_with_their_checkpoint(root: Folder) -> None:
+    """As of ranks that a run no longer has; a live checkpoint's stay, and what nobody knows."""
+    first, *_, fourth = fill(root)
+    saves = root / PRIORITY_SAVES
+    for name in (f"{first.id}.run.step-00000009", f"{fourth.id}.run.step-00000019", "notes"):
+        (saves / name).create()
+        (saves / name).put("rank-00003.bin", b"rows")
+    prune(root, Retention(1), dry_run=True)
+    assert len(saves.names()) == 3
+    prune(root, Retention(1))
+    assert saves.names() == ["notes", f"{fourth.id}.run.step-00000019"]
+    (saves / "notes").delete("rank-00003.bin")
+    (saves / "notes").remove()
+    write_full(root, fourth)
+    prune(root, Retention(1))
+    assert PRIORITY_SAVES not in root.names()
 
 
 def test_pins_keep_checkpoints(root: Folder) -> None:

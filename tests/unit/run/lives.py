@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ class Lives:
     def __init__(self, folder: Path) -> None:
         self.root, self.memory = folder / "root", folder / "memory"
         self.memory.mkdir()
+        self.make: Callable[[int], Job] = make_job
+        """Makes a life's job, by a seed."""
         self._left: list[tuple[Job, Checkpointer]] = []
 
     def begin(self, **options: Any) -> tuple[Job, Checkpointer]:
         """Make a job of other weights, and its Checkpointer, in what passes for a new process."""
         files._mapped.clear()
-        job = make_job(seed=len(self._left))
+        job = self.make(len(self._left))
         options = {"survive": Images(folder=str(self.memory)), **options}
         saver = checkpointer(self.root, job, **options)
         self._left.append((job, saver))
