@@ -174,9 +174,10 @@ def test_tables_memory_is_the_present_one(group: None) -> None:
 
 def test_tables_of_new_shards_are_found(group: None) -> None:
     model: Any = make_model()
+    other: Any = make_model()
     with closing(track(model)) as tracked:
         before = tracked.dense.stored()
-        model.module.ebc = make_model().module.ebc
+        model.module.ebc = other.module.ebc
         tracked.refresh()
         tensors = [tensor for shard in tracked.shards for tensor in shard.local.tensors]
         assert not any(map(before.holds, tensors))
