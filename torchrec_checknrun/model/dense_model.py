@@ -87,7 +87,7 @@ class DenseModel:
         self._found: DensePart | None = None
         self._generation = 0
         self._stored = StoredTables((), ())
-        self._stored_at: tuple[int, ...] = ()
+        self._stored_at: tuple[int, ...] | None = None
 
     def find(self, refreshed: bool = False) -> DensePart:
         """Return the state as it is now.
@@ -114,8 +114,8 @@ class DenseModel:
         """Return the names and memory of the tables, found again if shards or their memory are
         others than the last time.
         """
-        tracked = self._tracked
-        if self._stored_at != (at := tracked.places()):
+        tracked, at = self._tracked, self._tracked.places()
+        if at is None or at != self._stored_at:
             shards = [shard.local for shard in tracked.shards]
             self._stored, self._stored_at = StoredTables(tracked.tables, shards), at
         return self._stored

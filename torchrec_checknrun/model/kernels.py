@@ -113,7 +113,7 @@ class Kernel:
         touches_other_rows: whether the fused optimizer may change rows that were not looked up.
         data_parallel: every rank has these tables, and a dense optimizer updates them.
         optimizers: the known dense optimizers, for data-parallel tables' state.
-        moves: how often ``shards`` were made to refer to other memory.
+        moves: grows whenever memory is found elsewhere, or ``shards`` are made to refer to it.
     """
 
     module: Any
@@ -156,6 +156,7 @@ class Kernel:
         tbe = self.module._emb_module
         if self._memory is None or not self._memory.holds(tbe):
             self._memory = KernelMemory(tbe, self.module.split_embedding_weights())
+            self.moves += 1
         return self._memory
 
     @property

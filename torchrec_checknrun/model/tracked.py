@@ -248,9 +248,16 @@ class TrackedModel:
         for shard in new:
             shard.mark_all()
 
-    def places(self) -> tuple[int, ...]:
-        """Return numbers that are others once ``shards`` are others, or their memory is."""
-        return (self._finds, *[kernel.moves for kernel in self._kernels()])
+    def places(self) -> tuple[int, ...] | None:
+        """Return numbers that are others once ``shards`` are others, or lie elsewhere; None with
+        data-parallel tables, whose rows of state an optimizer may replace at any time.
+        """
+        kernels = list(self._kernels())
+        if any(kernel.data_parallel for kernel in kernels):
+            return None
+        for kernel in kernels:
+            kernel.memory()  # looks where it lies
+        return (self._finds, *[kernel.moves for kernel in kernels])
 
     def flush(self) -> None:
         """Prepare the shards' memory for use: find it again, and write GPU caches back to it."""

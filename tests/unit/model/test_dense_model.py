@@ -172,6 +172,18 @@ def test_tables_memory_is_the_present_one(group: None) -> None:
         assert all(map(tracked.dense.stored().holds, tensors))
 
 
+def test_tables_that_were_moved_in_place_are_found(group: None) -> None:
+    model = make_model()
+    with closing(track(model)) as tracked:
+        before = tracked.dense.stored()
+        weights = [shard.local.weight for shard in tracked.shards]
+        assert all(map(before.holds, weights))
+        for weight in weights:
+            weight.share_memory_()
+        assert not any(map(before.holds, weights))
+        assert all(map(tracked.dense.stored().holds, weights))
+
+
 def test_tables_of_new_shards_are_found(group: None) -> None:
     model: Any = make_model()
     other: Any = make_model()
