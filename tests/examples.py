@@ -1,8 +1,12 @@
-"""Set the number of examples of property tests: a quarter of all in `make test`."""
+"""Set what `make test` takes of sweeps: a quarter of a property's examples, some of the cases."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 ALL = os.environ.get("CHECKNRUN_TESTS") == "full"
 """Whether this is a full run."""
@@ -15,3 +19,16 @@ def examples(count: int, quick: int | None = None) -> int:
         quick: for `make test`, where a quarter takes too long.
     """
     return count if ALL else quick or -(-count // 4)
+
+
+def some_of(cases: Iterable[Any], *often: int) -> list[Any]:
+    """Mark the cases of a sweep slow; but for those at some indexes, one of each kind.
+
+    A case that is a tuple has a value for each of several arguments.
+    """
+    found = []
+    for index, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        found.append(pytest.param(*values, marks=() if index in often else pytest.mark.slow))
+    assert max(often) < len(found)
+    return found

@@ -1,13 +1,11 @@
 """Train and save with compactions behind training, until somebody kills this process.
 
-    python -m tests.crash.compacting ROOT
-
-Prints the pid of each compaction's process as it begins, and each checkpoint's step once durable.
+Run by a fork server. Prints the pid of each compaction's process as it begins, and each
+checkpoint's step once durable.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -36,12 +34,12 @@ def checkpointer(root: Path, job: Job) -> Checkpointer:
     )
 
 
-def main(root: Path) -> None:
+def main(root: str) -> None:
     """Restore, then train for ever."""
     told = None
     with alone():
         job = make_job()
-        with checkpointer(root, job) as saver:
+        with checkpointer(Path(root), job) as saver:
             saver.restore()
             while True:
                 job.train()
@@ -53,7 +51,3 @@ def main(root: Path) -> None:
                     told = process._process.pid
                     print("compacts", told, flush=True)
                 time.sleep(_PAUSE)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import re
+import signal
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,14 @@ import pytest
 from tests.crash.compacting import checkpointer, make_job
 from tests.crash.save_sweep import alone
 from tests.distributed import references
+from tests.distributed.fork_server import servers
 from tests.distributed.states import gather
 from tests.examples import examples
 from torchrec_checknrun import verify
 from torchrec_checknrun.format.names import parse_id
 
-KILLS = examples(8, quick=2)
+KILLS = examples(8, quick=1)
+"""Besides the last one, whose run finds what the others have left."""
 _PATIENCE = 120.0
 
 
@@ -39,27 +43,36 @@ def kill_while_compacting(root: Path, delay: float) -> tuple[int, set[str]]:
     Returns:
         The last step known to be durable, and the copies that were not committed then.
     """
-    done, pid, before = 0, 0, copies(root, committed=False)
-    command = [sys.executable, "-m", "tests.crash.compacting", str(root)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            what, number = line.split()
-            done, pid = (int(number), pid) if what == "saved" else (done, int(number))
-            if copies(root, committed=False) - before:
-                break
+    before = copies(root, committed=False)
+    with tempfile.TemporaryDirectory(prefix="compacting-") as folder:
+        log = Path(folder) / "log"
+        run = servers()[0].fork("tests.crash.compacting", str(root), log, dict(os.environ))
+        _wait(log, lambda: bool(copies(root, committed=False) - before))
         time.sleep(delay)
-        run.kill()
+        os.kill(run, signal.SIGKILL)
+        _wait("the run outlives its kill", lambda: _is_gone(run))
         begun = copies(root, committed=False) - before
-        for line in run.stdout:
-            what, number = line.split()
-            done = int(number) if what == "saved" else done
-    assert pid, "no compaction was begun"
+        text = log.read_text()
+    compacts, saved = (
+        [int(number) for number in re.findall(rf"^{what} (\d+)$", text, re.MULTILINE)]
+        for what in ("compacts", "saved")
+    )
+    assert compacts, "no compaction was begun"
+    _wait("the compaction outlives the run", lambda: _is_gone(compacts[-1]))
+    return saved[-1], begun
+
+
+def _wait(problem: str | Path, until: Callable[[], bool]) -> None:
+    """Wait until something holds; fail with a text, or with what a file holds then."""
     end = time.monotonic() + _PATIENCE
-    while os.path.exists(f"/proc/{pid}") and "Z" not in _state(pid):
-        assert time.monotonic() < end, "the compaction outlives the run"
-        time.sleep(0.02)
-    return done, begun
+    while not until():
+        late = time.monotonic() > end
+        assert not late, problem if isinstance(problem, str) else problem.read_text()
+        time.sleep(0.005)
+
+
+def _is_gone(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}") or "Z" in _state(pid)
 
 
 def _state(pid: int) -> str:

@@ -22,7 +22,7 @@ ROWS = Path(os.environ.get("CRITEO_TSV") or REPOSITORY / "../shared/data/criteo_
     not ROWS.is_file(), reason=f"no Criteo rows in {ROWS}: set CRITEO_TSV to a TSV file"
 )
 def test_on_real_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--data", str(ROWS), "--runs", str(tmp_path)]) == 0
+    assert demo.main(["--data", str(ROWS), "--once", "--runs", str(tmp_path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.match(IMAGES if IMAGES_FIT else "DEMO OK: killed in step ", last)
     assert "equal bit for bit" in last
@@ -32,8 +32,9 @@ def test_on_real_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     "arguments",
     [
+        pytest.param([], id="exact", marks=pytest.mark.slow),
         # Real rows show the same.
-        pytest.param([], id="exact", marks=[pytest.mark.slow] if ROWS.is_file() else []),
+        pytest.param(["--once"], id="once", marks=[pytest.mark.slow] if ROWS.is_file() else []),
         pytest.param(["--bits", "8"], id="8 bit", marks=pytest.mark.slow),
     ],
 )
@@ -41,6 +42,8 @@ def test_on_synthetic_rows(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo.main([*arguments, "--runs", str(tmp_path)]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    printed = capsys.readouterr().out
+    assert ("two uninterrupted runs end bit for bit equal" in printed) == (not arguments)
+    last = printed.splitlines()[-1]
     assert re.match(IMAGES if IMAGES_FIT else "DEMO OK: killed in step ", last)
-    assert ("(lossy)" if arguments else "equal bit for bit") in last
+    assert ("(lossy)" if "--bits" in arguments else "equal bit for bit") in last

@@ -1,6 +1,7 @@
 """Kill runs with images, by real SIGKILLs: their end is that of an undisturbed run, bit for bit.
 
-The whole sweep is ``python -m tests.crash.images``; this is a slice of it.
+The whole sweep is ``python -m tests.crash.images``; this is a slice of it. All tests of one number
+of ranks share a process, its imports and its undisturbed run.
 """
 
 from __future__ import annotations
@@ -9,75 +10,108 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+Sweep = tuple[str, ...]
+"""The number of ranks, then the arguments of ``tests.crash.images``."""
+
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all
 
 
-def sweep(folder: Path, *arguments: str, ranks: int = 2) -> dict[str, Any]:
-    """Run a sweep in a process of its own: a process that forks must have no threads."""
-    file = folder / "images.json"
-    command = [sys.executable, "-m", "tests.crash.images", "--json", str(file), *arguments]
-    env = {**os.environ, "CHECKNRUN_TEST_RANKS": str(ranks)}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280
-    )
-    assert file.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+@pytest.fixture(scope="module")
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[Sweep, Any]]:
+    """Return a function that runs all sweeps that the session's tests ask for."""
+    here = [item for item in request.session.items if item.path == request.path]
+    asked: list[Sweep] = [item.callspec.params["found"] for item in here]  # type: ignore[attr-defined]  # pytest.Function has it
+
+    @cache
+    def outcomes(ranks: str) -> dict[Sweep, Any]:
+        chosen = [sweep for sweep in asked if sweep[0] == ranks]
+        file = tmp_path_factory.mktemp("sweeps") / "images.json"
+        words = json.dumps([sweep[1:] for sweep in chosen])
+        # A process of its own: a process that forks must have no threads.
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.crash.images", "--json", file, "--sweeps", words],
+            cwd=REPOSITORY,
+            env={**os.environ, "CHECKNRUN_TEST_RANKS": ranks},
+            capture_output=True,
+            text=True,
+            timeout=850,
+        )
+        assert file.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return dict(zip(chosen, json.loads(file.read_text()), strict=True))
+
+    return outcomes
 
 
-def test_no_step_is_lost_and_every_bit_is_right(tmp_path: Path) -> None:
-    found = sweep(tmp_path, "--moments", "5", "--backward", "5", "--uncommitted", "3")
+@pytest.fixture
+def found(request: pytest.FixtureRequest, run: Callable[[str], dict[Sweep, Any]]) -> dict[str, Any]:
+    outcome: dict[str, Any] = run(request.param[0])[request.param]
+    return outcome
+
+
+def sweep(*words: str, ranks: int = 2) -> pytest.MarkDecorator:
+    """Give a test the outcome of a sweep."""
+    return pytest.mark.parametrize("found", [(str(ranks), *words)], indirect=True, ids=["sweep"])
+
+
+@sweep("--moments", "5", "--backward", "5", "--uncommitted", "3")
+def test_no_step_is_lost_and_every_bit_is_right(found: dict[str, Any]) -> None:
     assert not found["failures"], "\n".join(found["failures"])
     assert sum(n for name, n in found["counts"].items() if " " in name) > 0
     assert found["counts"]["recoveries of a rank by images"] >= 20
 
 
-def test_commits_nobody_has_heard_of_and_kills_in_recoveries(tmp_path: Path) -> None:
-    found = sweep(tmp_path, "--unheard", "2", "--recovery", "6")
+@sweep("--unheard", "2", "--recovery", "6")
+def test_commits_nobody_has_heard_of_and_kills_in_recoveries(found: dict[str, Any]) -> None:
     assert not found["failures"], "\n".join(found["failures"])
     assert found["counts"]["in the middle of a recovery"] >= 3
 
 
-def test_three_ranks_whose_sums_depend_on_their_order(tmp_path: Path) -> None:
-    found = sweep(tmp_path, "--backward", "2", ranks=3)
+@sweep("--backward", "2", ranks=3)
+def test_three_ranks_whose_sums_depend_on_their_order(found: dict[str, Any]) -> None:
     assert not found["failures"], "\n".join(found["failures"])
     assert found["counts"]["recoveries of a rank by images"] >= 6
 
 
 @pytest.mark.slow
-def test_kills_at_every_point_of_a_recovery(tmp_path: Path) -> None:
-    found = sweep(tmp_path, "--every-point")
+@sweep("--every-point")
+def test_kills_at_every_point_of_a_recovery(found: dict[str, Any]) -> None:
     assert not found["failures"], "\n".join(found["failures"])
     assert found["counts"]["in the middle of a recovery"] >= 18
 
 
+def sabotaged(name: str, reason: str, *kills: str, slow: bool = False) -> Any:
+    """Give a test the outcome of a sweep with a sabotage, and what it is found by."""
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(("2", "--sabotage", name, *kills), reason, marks=marks, id=name)
+
+
+LACKS, DIFFERS = "chain lacks model/c.embedding_bags", "differs in model/c.embedding_bags"
+
+
 @pytest.mark.parametrize(
-    ("sabotage", "kills", "reason"),
+    ("found", "reason"),
     [
-        ("one_table_unjournaled", ("--backward", "6"), "differs in model/c.embedding_bags"),
-        ("state_not_written", ("--backward", "6"), "no images though step"),
-        ("marks_not_pending", ("--uncommitted", "2"), "chain lacks model/c.embedding_bags"),
-        pytest.param(
-            *("unmarked", ("--moments", "2"), "chain lacks model/c.embedding_bags"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("journals_dropped_early", ("--backward", "6"), "differs in model/c.embedding_bags"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("older_state", ("--backward", "6"), "no images though step|differs|did not end"),
-            marks=pytest.mark.slow,
+        sabotaged("one_table_unjournaled", DIFFERS, "--backward", "6"),
+        sabotaged("state_not_written", "no images though step", "--backward", "6"),
+        sabotaged("marks_not_pending", LACKS, "--uncommitted", "2"),
+        sabotaged("unmarked", LACKS, "--moments", "2", slow=True),
+        sabotaged("journals_dropped_early", DIFFERS, "--backward", "6", slow=True),
+        sabotaged(
+            *("older_state", "no images though step|differs|did not end", "--backward", "6"),
+            slow=True,
         ),
     ],
+    indirect=["found"],
 )
-def test_a_sabotage_turns_it_red(
-    sabotage: str, kills: tuple[str, ...], reason: str, tmp_path: Path
-) -> None:
-    found = sweep(tmp_path, "--sabotage", sabotage, *kills)
+def test_a_sabotage_turns_it_red(found: dict[str, Any], reason: str) -> None:
     assert any(part in failure for part in reason.split("|") for failure in found["failures"])

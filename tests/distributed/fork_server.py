@@ -31,6 +31,8 @@ START_SECONDS = 240.0
 """For the imports, on a busy machine."""
 IMPORTED = ("pytest", "hypothesis", "torchrec_checknrun", "tests.distributed.zoo")
 PR_SET_PDEATHSIG = 1
+RUNNING = 1 << 16
+"""Stands for the status of a fork that has not ended."""
 
 
 class ForkServer:
@@ -57,6 +59,14 @@ class ForkServer:
     def fork(self, module: str, argument: str, log: Path, environment: dict[str, str]) -> int:
         """Call ``main(argument)`` of a module in a new process; return its process id."""
         request = {"module": module, "argument": argument, "log": str(log), "env": environment}
+        return self._ask(request)
+
+    def status(self, pid: int) -> int | None:
+        """Return the exit status of a fork, negative for a signal; None while it runs."""
+        status = self._ask({"status of": pid})
+        return None if status == RUNNING else status
+
+    def _ask(self, request: dict[str, Any]) -> int:
         answer = b""
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -84,22 +94,30 @@ def main(descriptor: int) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
     with socket.socket(fileno=descriptor) as connection:
         requests = connection.makefile("rb")
+        ended: dict[int, int] = {}
         for line in requests:
-            _bury()
-            pid = os.fork()
-            if pid == 0:
-                os.close(descriptor)
-                _become(json.loads(line))
-            connection.sendall(f"{pid}\n".encode())
+            ended |= _bury()
+            request = json.loads(line)
+            if "status of" in request:
+                answer = ended.get(request["status of"], RUNNING)
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    os.close(descriptor)
+                    _become(request)
+                ended.pop(answer, None)  # of an earlier process of this number
+            connection.sendall(f"{answer}\n".encode())
 
 
-def _bury() -> None:
-    """Reap the forks that have ended."""
+def _bury() -> dict[int, int]:
+    """Reap the forks that have ended; return their exit statuses."""
+    found: dict[int, int] = {}
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found[ended[0]] = os.waitstatus_to_exitcode(ended[1])
     except ChildProcessError:
         pass
+    return found
 
 
 def _become(request: dict[str, Any]) -> None:
@@ -116,6 +134,8 @@ def _become(request: dict[str, Any]) -> None:
         np.random.seed()  # as in a new process; Python's own generator does so at each fork
         importlib.import_module(request["module"]).main(request["argument"])
         code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

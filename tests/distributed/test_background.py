@@ -107,6 +107,8 @@ def test_who_writes_and_when_changes_no_byte(
         {"background": "thread", **on_write},
         {"background": "process", **on_write},
     ]
+    if how != {"bits": 4} and not ALL:  # a process takes seconds to start
+        variants = [each for each in variants if each["background"] == "thread"]
     if "bits" not in how:  # rows whose widths need a plan first are never encoded at the cut
         variants = [options for options in variants if options["staging"] != "encode"]
     written = []

@@ -110,10 +110,10 @@ def digest(state: dict[str, np.ndarray]) -> str:
     ("policy", "sharding", "keep"),
     [
         ("consecutive", "row_wise", None),
-        ("consecutive", "column_wise", 2),
+        pytest.param("consecutive", "column_wise", 2, marks=pytest.mark.slow),
         ("one_shot", "table_wise", 1),
         ("intermittent", "row_wise", 2),
-        ("consecutive", "data_parallel", None),
+        pytest.param("consecutive", "data_parallel", None, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_go_on_from_the_copy(

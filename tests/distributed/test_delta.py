@@ -156,8 +156,8 @@ def lives(workers: Workers, folder: Path, plan: list[tuple[str, int]], fail: boo
     [
         [("row_wise", 4), ("row_wise", 2), ("row_wise", 3)],
         [("column_4", 4), ("table_wise", 2), ("column_2", 3)],
-        [("mixed", 2), ("data_parallel", 2), ("mixed", 4)],
-        [("grid", 4), ("table_row_wise", 2), ("row_wise", 3)],
+        pytest.param([("mixed", 2), ("data_parallel", 2), ("mixed", 4)], marks=pytest.mark.slow),
+        pytest.param([("grid", 4), ("table_row_wise", 2), ("row_wise", 3)], marks=pytest.mark.slow),
     ],
     ids=lambda plan: " ".join(f"{kind}:{ranks}" for kind, ranks in plan),
 )
@@ -213,7 +213,7 @@ def goes_on(root: str, target: dict[str, Any], into: str) -> list[str | None]:
     """Save links while chains are compacted, now and then waiting for the copy; return parents."""
     job, parents = build(SPEC.to_json(), target, seed=77), []
     with saving(root, job, compact_after=1) as saver:
-        for number in range(9):
+        for number in range(6):
             job.train(1)
             saver.step()
             parents.append(saver.save().parent)

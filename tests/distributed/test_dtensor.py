@@ -224,7 +224,7 @@ def resume(root: str, placing: str, optimizer: str) -> dict[str, Any]:
     [
         ("fsdp", 2, "adam"),
         ("fsdp", 2, "combined:adam"),
-        ("fsdp", 4, "momentum"),
+        pytest.param("fsdp", 4, "momentum", marks=pytest.mark.slow),
         ("hsdp", 4, "adam"),
         ("tp", 4, "adam"),
     ],

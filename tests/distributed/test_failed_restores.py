@@ -27,6 +27,7 @@ from tests.distributed.small_job import (
     where,
 )
 from tests.distributed.states import local_bytes, scramble
+from tests.examples import some_of
 from torchrec_checknrun import errors
 from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 from torchrec_checknrun.format.reader import StoredChunk
@@ -40,7 +41,7 @@ FOUND_BEFORE = [
 FOUND_WHEN_READ = ["first_rows", "last_rows", "state"]
 
 
-@pytest.mark.parametrize("how", FOUND_BEFORE)
+@pytest.mark.parametrize("how", some_of(FOUND_BEFORE, 0, 3, 4, 5, 7))
 def test_damaged_checkpoint_named(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
     names = made(tmp_path)
     damage(tmp_path / "root" / names[1], how)
@@ -135,7 +136,11 @@ def falls_back(
 
 @pytest.mark.parametrize(
     ("ranks", "how"),
-    [(2, how) for how in (*FOUND_BEFORE, *FOUND_WHEN_READ)] + [(1, how) for how in FOUND_WHEN_READ],
+    some_of(
+        [(2, how) for how in (*FOUND_BEFORE, *FOUND_WHEN_READ)]
+        + [(1, how) for how in FOUND_WHEN_READ],
+        *range(12),
+    ),
 )
 def test_falls_back_to_the_newest_whole_chain(
     workers: Workers, made: Made, tmp_path: Path, how: str, ranks: int
@@ -261,7 +266,7 @@ def load_is_refused(root: str, spec: dict[str, Any], plan: Plan, name: str, matc
     assert local_bytes(job) == before
 
 
-@pytest.mark.parametrize("how", [*FOUND_BEFORE, "gone", "uncommitted"])
+@pytest.mark.parametrize("how", some_of([*FOUND_BEFORE, "gone", "uncommitted"], 0, 3, 4, 7, 8, 9))
 def test_damaged_checkpoint_through_dcp_load(
     workers: Workers, made: Made, tmp_path: Path, how: str
 ) -> None:

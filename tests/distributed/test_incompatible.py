@@ -24,6 +24,7 @@ from tests.distributed.small_job import (
     where,
 )
 from tests.distributed.states import local_bytes
+from tests.examples import some_of
 from torchrec_checknrun import errors
 
 
@@ -44,7 +45,7 @@ def resized(rows: int = 40, dim: int = 8) -> ModelSpec:
     ],
     ids=["rows", "dim", "table_gone", "table_new", "fused_optimizer", "dense_shape"],
 )
-@pytest.mark.parametrize("by_id", [False, True])
+@pytest.mark.parametrize("by_id", some_of([False, True], 0))
 def test_another_model(
     workers: Workers, made: Made, tmp_path: Path, spec: ModelSpec, match: str, by_id: bool
 ) -> None:

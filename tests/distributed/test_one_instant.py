@@ -18,6 +18,7 @@ from tests.distributed.slowed import Instants, slowed
 from tests.distributed.test_tracking_zoo import NODES, PLANS
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import Zoo, build_zoo
+from tests.examples import some_of
 
 Workers = Callable[[int], WorkerPool]
 
@@ -87,7 +88,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", sorted(LOOPS))
+@pytest.mark.parametrize("case", some_of(sorted(LOOPS), 1, 3, 4, 5, *range(7, 14)))
 def test_plain_loop(workers: Workers, tmp_path: Path, case: str) -> None:
     arguments: dict[str, Any] = {
         "kind": "bags",

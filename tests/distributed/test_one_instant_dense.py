@@ -24,6 +24,7 @@ from tests.distributed.test_one_instant import train_and_save
 from tests.distributed.test_tracking_zoo import PLANS
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import build_zoo
+from tests.examples import some_of
 
 Workers = Callable[[int], WorkerPool]
 
@@ -67,7 +68,7 @@ def stepped(root: str, layout: dict[str, Any], dense: str, wrapper: str) -> list
 WRAPPED = {"adam": "plain", "adamw": "clipped", "momentum": "warm_up", "adagrad": "plain"}
 
 
-@pytest.mark.parametrize("dense", sorted(dense_jobs.OPTIMIZERS))
+@pytest.mark.parametrize("dense", some_of(sorted(dense_jobs.OPTIMIZERS), 1, 4, 5))
 def test_dense_optimizers(workers: Workers, tmp_path: Path, dense: str) -> None:
     how: dict[str, Any] = {"dense": dense, "wrapper": WRAPPED.get(dense, "keyed")}
     found = workers(2).run(stepped, root=str(tmp_path), layout=dense_jobs.MIXED, **how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from tests.distributed.partial_lives import (
     of_tables,
 )
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import some_of
 from torchrec_checknrun import Consecutive, Intermittent, OneShot, RestoreReport
 from torchrec_checknrun.memory.partial import PeerCopies
 from torchrec_checknrun.native import has_extension
@@ -91,9 +93,15 @@ def sources(lost: list[int], of_lost: str) -> list[str]:
     return [of_lost if rank in lost else "images" for rank in range(4)]
 
 
-@pytest.mark.parametrize("lost", [[2], [0, 2]])
 @pytest.mark.parametrize(
-    "options", [{}, {"policy": "one_shot"}, {"policy": "intermittent"}, {"background": "process"}]
+    ("options", "lost"),
+    some_of(
+        itertools.product(
+            [{}, {"policy": "one_shot"}, {"policy": "intermittent"}, {"background": "process"}],
+            [[2], [0, 2]],
+        ),
+        *(1, 2, 4, 6),
+    ),
 )
 def test_no_row_is_read_from_the_storage(
     lost: list[int], options: dict[str, Any], where: dict[str, Any], workers: Workers

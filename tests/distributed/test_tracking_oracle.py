@@ -7,6 +7,7 @@ a gradient of zero.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.distributed.models import (
 from tests.distributed.reader30 import read_rows
 from tests.distributed.states import gather, row_bytes
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import some_of
 from torchrec_checknrun import Checkpointer, Consecutive, OneShot
 
 Workers = Callable[[int], WorkerPool]
@@ -133,8 +135,11 @@ def check(counts: dict[str, int], at_least: int = 20) -> None:
     assert counts["unexplained"] == 0
 
 
+SHARDINGS = ("row_wise", "table_wise")
+
+
 @pytest.mark.parametrize("fused", ["sgd", "rowwise_adagrad", "adagrad"])
-@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
 def test_stored_rows_are_the_changed_ones(
     workers: Workers, tmp_path: Path, sharding: str, fused: str
 ) -> None:
@@ -151,9 +156,10 @@ def test_stored_rows_are_the_changed_ones(
     assert counts["extra"] == 0
 
 
-@pytest.mark.parametrize("one_shot", [False, True])
-@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize(
+    ("sharding", "index_dtype", "one_shot"),
+    some_of(itertools.product(SHARDINGS, ["int32", "int64"], [False, True]), 1, 2, 4, 7),
+)
 def test_passes_that_train_nothing_store_nothing(
     workers: Workers, tmp_path: Path, sharding: str, index_dtype: str, one_shot: bool
 ) -> None:
@@ -205,7 +211,7 @@ def test_ids_out_of_range_mark_the_row_that_is_updated_instead(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", some_of(range(4), 0, 2))
 def test_random_models(workers: Workers, tmp_path: Path, seed: int, world_size: int) -> None:
     spec = random_spec(seed)
     counts = workers(world_size).run(

@@ -25,6 +25,7 @@ from tests.distributed.zoo import (
     changed_rows,
     table_arrays,
 )
+from tests.examples import some_of
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import SaveDeferred
 
@@ -60,8 +61,19 @@ def plain_loop(
     return watch.counts
 
 
-@pytest.mark.parametrize("plan", sorted(PLANS))
-@pytest.mark.parametrize("kind", ["bags", "weighted", "sequence", "feature_processed", "vbe"])
+KINDS = ("bags", "weighted", "sequence", "feature_processed", "vbe")
+LOOPS = [(kind, plan) for kind in KINDS for plan in sorted(PLANS)]
+OFTEN = [
+    *(("bags", plan) for plan in sorted(PLANS)),
+    *(("weighted", "columns"), ("weighted", "replicas"), ("sequence", "rows"), ("vbe", "one_rank")),
+    *(("feature_processed", "mixed"), ("feature_processed", "rows")),
+]
+"""Every plan, and every kind of tables with plans of its own."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"), some_of(LOOPS, *(i for i, loop in enumerate(LOOPS) if loop in OFTEN))
+)
 def test_plain_loop(workers: Workers, tmp_path: Path, kind: str, plan: str) -> None:
     if kind in ("sequence", "vbe") and plan in ("replicas", "mixed"):
         pytest.skip("needs a CUDA GPU: data-parallel tables of this kind don't train on a CPU")

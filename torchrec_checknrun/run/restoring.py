@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored
 from torchrec_checknrun.options.options import Options
-from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.recovery.missing_root import protect_existing, start_fresh
 from torchrec_checknrun.recovery.restore_report import report_recovered, report_restored
 from torchrec_checknrun.recovery.skipped_initialization import (
@@ -51,15 +51,17 @@ class Restoring:
         before = self.saver.proposer.quantization
         root, resume = self.options.root, self.options.resume
         if required is None and checkpoint is None and resume == "never":
-            self._initialize()
+            self._require_whole_tables(self._initialize())
             protect_existing(root, self.ranks, self.saver.writer)
             self.survival.begin(self.steps)
             return None
         if checkpoint is None and (recovered := self._recover()) is not None:
             return report_recovered(self.saver, recovered, time.perf_counter() - started)
-        self._initialize()
+        lost = self._initialize()
         self.survival.overwriting()
         found = self._apply(checkpoint, fit, verify_all)
+        if found is None:
+            self._require_whole_tables(lost)
         self.partly_restored = None
         self.saver.deferred = False
         self.survival.begin(self.steps)
@@ -86,11 +88,31 @@ class Restoring:
                 f"{self.partly_restored}"
             )
 
-    def _initialize(self) -> None:
-        """Make up for initial values that were left out for the sake of images."""
+    def _initialize(self) -> list[str]:
+        """Make up for initial values that were left out for the sake of images; a collective.
+
+        Returns:
+            The tables that the program has written a part of before, which is lost.
+        """
+        lost: list[str] = []
         if self._uninitialized is not None:
-            initialize_skipped(self.options.model)
+            lost = initialize_skipped(self.options.model)
             self._uninitialized = None
+        return sorted(set().union(*self.ranks.gather(lost)))
+
+    def _require_whole_tables(self, lost: list[str]) -> None:
+        """Refuse a fresh start that has lost what the program wrote to a part of tables.
+
+        Raises:
+            ModelPartlyRestored: it has.
+        """
+        if lost:
+            self.partly_restored = (
+                f"a part of the rows of {listed(lost)} was written before restore(), in a model "
+                "that was built within skip_initialization(), and is lost: write it after "
+                "restore() has returned None, or build the model outside of that block"
+            )
+            raise ModelPartlyRestored(self.partly_restored)
 
     def _recover(self) -> Recovered | None:
         """Go on from images and note it; None if they can't be used."""

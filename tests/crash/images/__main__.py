@@ -11,6 +11,10 @@ import logging
 import os
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.crash.images.sweep import Plan
 
 
 def main() -> int:
@@ -21,32 +25,40 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--sabotage", help="the name of a function in sabotage.py")
     parser.add_argument("--json", type=Path, help="write the result here as well")
+    parser.add_argument(
+        "--sweeps", type=json.loads, help="a JSON list of lists of these arguments: a list comes"
+    )
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"
-    from tests.crash.images import kills, sweep
+    from tests.crash.images import sweep
 
-    plan = {
+    sweeps = [parser.parse_args(words) for words in given.sweeps or []]
+    sweep.warm()
+    outcomes = sweep.run([_plan(each) for each in sweeps or [given]], given.seed)
+    found = [{"counts": each.counts, "failures": each.failures} for each in outcomes]
+    text = json.dumps(found if sweeps else found[0], indent=1)
+    print(text)
+    if given.json:
+        given.json.write_text(text + "\n")
+    return any(outcome.failures for outcome in outcomes)
+
+
+def _plan(given: argparse.Namespace) -> Plan:
+    from tests.crash.images import kills, sabotage
+    from tests.crash.images.sweep import Plan
+
+    chosen = {
         kills.MOMENT: given.moments,
         kills.BACKWARD: given.backward,
         kills.UNCOMMITTED: given.uncommitted,
         kills.UNHEARD: given.unheard,
         kills.RECOVERY: given.recovery,
     }
-    sabotage = None
-    if given.sabotage:
-        from tests.crash.images import sabotage as sabotages
-
-        sabotage = getattr(sabotages, given.sabotage)
-    sweep.warm()
-    outcome = sweep.run(plan, given.seed, sabotage, given.every_point)
-    found = {"counts": outcome.counts, "failures": outcome.failures}
-    print(json.dumps(found, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    return bool(outcome.failures)
+    breaks = getattr(sabotage, given.sabotage) if given.sabotage else None
+    return Plan(chosen, breaks, given.every_point)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from tests.crash.images.board import Board
 from tests.crash.images.kills import RANKS, Kill
 
 LIFE_SECONDS = 120.0
+Ends = list[dict[str, object]]
+"""Each rank's values at the end of a run."""
 
 
 @dataclass
@@ -59,17 +61,20 @@ class Sweep:
         folder: for checkpoints and logs.
         memory: for images; a folder in shared memory.
         sabotage: breaks something in every killed life; called in the rank's process.
+        wanted: each rank's end of an undisturbed run, if another sweep has made one.
     """
 
-    def __init__(self, folder: Path, memory: Path, sabotage: object = None) -> None:
+    def __init__(
+        self, folder: Path, memory: Path, sabotage: object = None, wanted: Ends | None = None
+    ) -> None:
         self._folder, self._memory = folder, memory
         self._sabotage = sabotage
         self.outcome = Outcome()
-        self._wanted: list[dict[str, object]] = []
+        self._wanted: Ends = wanted or []
         self._number = 0
 
-    def undisturbed(self) -> None:
-        """Run once without kills: what all others must end in.
+    def undisturbed(self) -> Ends:
+        """Run once without kills; return what all others must end in.
 
         Without images, too, unless these settle the order in which gradients are summed.
         """
@@ -78,6 +83,7 @@ class Sweep:
         board = self._live(folder, self._memory if RANKS > 2 else None, None)
         assert board.all("ended") == [1] * RANKS, self._tails(folder)
         self._wanted = [life.load(folder / f"final-{rank}") for rank in range(RANKS)]
+        return self._wanted
 
     def run(self, kills: Iterable[Kill]) -> None:
         """Run with one kill per life, then compare."""
@@ -221,28 +227,47 @@ def _kill(pids: Iterable[int], by: signal.Signals) -> None:
                 os.kill(pid, by)
 
 
-def run(
-    plan: dict[str, int], seed: int, sabotage: object = None, every_point: bool = False
-) -> Outcome:
-    """Run as many kills of each kind, six to a run; with ``every_point`` also at each point of a
-    recovery.
+@dataclass
+class Plan:
+    """What to do in a sweep.
+
+    Attributes:
+        kills: how many of each kind, six to a run.
+        sabotage: see ``Sweep``.
+        every_point: whether to kill at each point of a recovery as well.
     """
-    memory = Path(tempfile.mkdtemp(prefix="checknrun-test-", dir="/dev/shm"))
-    with tempfile.TemporaryDirectory(prefix="images-") as folder:
-        try:
-            sweep = Sweep(Path(folder), memory, sabotage)
-            sweep.undisturbed()
-            for kind, number in plan.items():
-                for first in range(0, number, 6):
-                    sweep.run(plans.draw(kind, seed + first, min(6, number - first)))
-            points = plans.every_point() if every_point else []
-            for first in range(0, len(points), 12):
-                sweep.run(points[first : first + 12])
-            left = [path.name for path in memory.iterdir()]
-            if left:
-                sweep.outcome.failures.append(f"images left behind: {left}")
-            return sweep.outcome
-        finally:
-            for path in memory.iterdir():
-                path.unlink()
-            memory.rmdir()
+
+    kills: dict[str, int]
+    sabotage: object = None
+    every_point: bool = False
+
+
+def run(sweeps: Iterable[Plan], seed: int) -> list[Outcome]:
+    """Run sweeps one after the other, with one undisturbed run for all."""
+    outcomes: list[Outcome] = []
+    wanted: Ends = []
+    for plan in sweeps:
+        memory = Path(tempfile.mkdtemp(prefix="checknrun-test-", dir="/dev/shm"))
+        with tempfile.TemporaryDirectory(prefix="images-") as folder:
+            try:
+                sweep = Sweep(Path(folder), memory, plan.sabotage, wanted)
+                wanted = wanted or sweep.undisturbed()
+                _run(sweep, plan, seed)
+                left = [path.name for path in memory.iterdir()]
+                if left:
+                    sweep.outcome.failures.append(f"images left behind: {left}")
+                outcomes.append(sweep.outcome)
+            finally:
+                for path in memory.iterdir():
+                    path.unlink()
+                memory.rmdir()
+    return outcomes
+
+
+def _run(sweep: Sweep, plan: Plan, seed: int) -> None:
+    for kind, number in plan.kills.items():
+        for first in range(0, number, 6):
+            sweep.run(plans.draw(kind, seed + first, min(6, number - first)))
+    points = plans.every_point() if plan.every_point else []
+    for first in range(0, len(points), 12):
+        sweep.run(points[first : first + 12])

@@ -6,8 +6,7 @@ import http.client
 import json
 import re
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from hydra.utils import instantiate
 from recipes.dlrm_criteo.reader import to_batch
 from recipes.dlrm_criteo.samples import Samples
 from recipes.dlrm_criteo.serve import CONFIGS, inference_model
+from tests.distributed.forked import Forked
 from torchrec_checknrun import Follower
 
 MODEL = ("model=dlrm_tiny", "model.scale=0.001")
@@ -28,24 +28,21 @@ PATIENCE = 240.0
 
 
 class Server:
-    """A server's process, its port and all that it prints."""
+    """A server's process, and its port."""
 
     def __init__(self, root: Path, *more: str, module: str = "recipes.dlrm_criteo.serve") -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", module, f"root={root}", "port=0"),
-                *("interval_seconds=0.2", "most_samples=64", *MODEL, *more),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        self._folder = tempfile.TemporaryDirectory(prefix="server-")
+        log = Path(self._folder.name) / "log"
+        self.process = Forked(
+            *(module, f"root={root}", "port=0"),
+            *("interval_seconds=0.2", "most_samples=64", *MODEL, *more),
+            log=log,
         )
         self.port = 0
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+        while not self.port and self.process.poll() is None:
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)\D", log.read_text()):
                 self.port = int(found[1])
-                break
+            time.sleep(0.01)
 
     def __enter__(self) -> Server:
         return self
@@ -57,7 +54,6 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.process.kill()
-        self.process.communicate()
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
@@ -83,23 +79,21 @@ class Server:
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode
+        return self.process.wait(PATIENCE)
 
 
 def train(run_dir: Path, steps: int) -> int:
     """Train from the newest checkpoint on; return the step of the newest one then."""
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "recipes.dlrm_criteo.train", *MODEL, f"run_dir={run_dir}"),
+    with tempfile.TemporaryDirectory(prefix="trained-") as folder:
+        log = Path(folder) / "log"
+        trained = Forked(
+            *("recipes.dlrm_criteo.train", *MODEL, f"run_dir={run_dir}"),
             *("checkpoint=check_n_run", "checkpoint.every_steps=2", "checkpoint.when_busy=wait"),
             *("checkpoint.keep=null", f"trainer.steps={steps}"),
             *("trainer.batch_size=16", "trainer.eval_samples=16", "dataset.samples=4000"),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=PATIENCE,
-    )
+            log=log,
+        )
+        assert trained.wait(PATIENCE) == 0, log.read_text()
     return newest(run_dir / "checkpoints")
 
 

@@ -43,8 +43,9 @@ class Plan:
         return gather(job)
 
     def empty_tables(self, job: Job) -> list[str]:
-        """Return the tables that hold nothing but the zeros of fresh memory."""
-        return sorted(name for name, rows in tables_of(job).items() if not np.any(rows))
+        """Return the tables that hold nothing but the zeros of fresh memory, and the mark of it."""
+        tables = tables_of(job).items()
+        return sorted(name for name, rows in tables if not np.any(np.nan_to_num(rows)))
 
 
 def tables_of(job: Job) -> dict[str, np.ndarray]:
