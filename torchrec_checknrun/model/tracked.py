@@ -84,8 +84,8 @@ class TrackedModel:
     * read and clear marks: ``modified_rows``, ``is_modified``, ``clear``;
     * cut a checkpoint: ``waiting``, ``all_reduce_marks``, ``cut``, then ``merge`` or ``forget``;
       ``keep_spares`` ahead of the first;
-    * keep up with the kernels' memory: ``refresh``, ``find_again``, ``places``, ``flush``,
-      ``write_back``, ``purge``;
+    * keep up with the kernels' memory: ``refresh``, ``places``, ``flush``, ``write_back``,
+      ``purge``;
     * notice writes outside of training: ``check_writes``, ``acknowledge_writes``;
     * move the optimizers' clocks: ``progress``, ``beside_rows``, ``set_progress``;
     * stop tracking: ``close``.
@@ -233,11 +233,6 @@ class TrackedModel:
             shard.marks.keep_spare()
 
     def refresh(self) -> None:
-        """``find_again``, and mark the rows that were written by hand."""
-        self.find_again()
-        self.check_writes()
-
-    def find_again(self) -> None:
         """Find the shards again if they were replaced without notice, or by a failed reshard.
 
         All rows of the new shards then count as modified.
@@ -247,6 +242,7 @@ class TrackedModel:
             logger.warning("the model was resharded: all rows of what changed count as modified")
         for shard in new:
             shard.mark_all()
+        self.check_writes()
 
     def places(self) -> tuple[int, ...] | None:
         """Return numbers that are others once ``shards`` are others, or lie elsewhere; None with

@@ -93,7 +93,7 @@ class Proposer:
             waiting, busy, hangs, failed: as in ``Facts``.
         """
         tracked = self._tracked
-        tracked.find_again()  # writes by hand are looked for where marks are searched, or cut
+        tracked.refresh()
         copied = None if busy else self._going_on.outcome()
         # The same on all ranks. Not while a checkpoint is on its way, whose commit would end the
         # need for a full one.
