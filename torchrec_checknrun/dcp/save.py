@@ -40,7 +40,6 @@ from torchrec_checknrun.save.plan import (
     Share,
     make_global_plan,
     summarize,
-    survey,
 )
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.shards import CHUNK_BYTES, TableShape
@@ -176,7 +175,7 @@ class SavePlanner(DcpSavePlanner):
         if self._tracked is not None:
             snapshot.progress, snapshot.collisions = self._tracked.beside_rows()
         items = Items.of(snapshot, self._quantization, self._chunk_bytes)
-        summary = summarize(header, snapshot, items, survey(items.at_cut, self._quantization))
+        summary = summarize(header, snapshot, items, self._quantization)
         differences = RankDifferences(items.trees, snapshot.models, told=self._told)
         if dist.is_initialized():
             of_blocks = {number: items.shared_digest(number) for number in items.shared}

@@ -205,7 +205,7 @@ class _Walk:
                 copied = self.dense(item, (*path, key))
                 if copied is None and isinstance(item, SHARDED):
                     continue
-                if copied or not isinstance(item, dict) or not self._stored.name(key):
+                if not isinstance(item, dict) or copied or not self._stored.name(key):
                     kept[key] = copied
         return kept
 

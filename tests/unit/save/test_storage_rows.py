@@ -16,7 +16,7 @@ from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.root.report import Progress, checkpoint_report
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
-from torchrec_checknrun.save.plan import Prepared, summarize, survey
+from torchrec_checknrun.save.plan import Prepared, summarize
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.snapshot.items import Items
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
@@ -69,9 +69,7 @@ def save_rows(
     snapshot = Snapshot(snapshots, TABLES, {"reader": {"samples": 5}, "w": torch.ones(10)})
     quantization = Quantization(bits, "asymmetric", exact_below_rows=0)
     items = Items.of(snapshot, quantization, chunk_bytes)
-    summary = summarize(
-        header or Header(bits=bits), snapshot, items, survey(items.at_cut, quantization)
-    )
+    summary = summarize(header or Header(bits=bits), snapshot, items, quantization)
     prepared = Prepared(summary, items.by_name)
     return save_checkpoint(Ranks.of(None), CheckpointWriter(root / name), lambda: prepared)
 

@@ -86,7 +86,7 @@ def test_nothing_is_encoded_for_the_summary(monkeypatch: pytest.MonkeyPatch) -> 
     refuse: Callable[..., EncodedChunk] = lambda *_: pytest.fail("encoded in the stall")  # noqa: E731
     monkeypatch.setattr(Block, "encode", refuse)
     monkeypatch.setattr("torchrec_checknrun.model.blocks.raw_bytes", refuse)
-    summary = summarize(Header(bits=None), found, items, {})
+    summary = summarize(Header(bits=None), found, items, Quantization())
     assert [block.digest for block in summary.blocks] == [None] * 3
     with_digests = summary.with_digests({}, {1: "a", 2: "b"})
     assert [block.digest for block in with_digests.blocks] == [None, "a", "b"]
