@@ -1,13 +1,15 @@
 """Measure what answers of the recipe's server notice of publications that are applied.
 
 python -m recipes.benchmarks.serving [--json FILE] [--docs PAGE] [--scale F] [--windows N]
+    [--shares SHARE ...]
 
 The recipe's model is trained on 26 % of each table's rows between two publications of 8 bits, which
 are held back. Then a server follows, and requests arrive at random times, at a quarter of the rate
 that the server can answer, whether or not earlier ones were answered (open loop): a latency is
 counted from the instant at which a request was due. In half of the windows publications are
 revealed, each as soon as the one before is served; in the other half none is. Training has ended
-before the first request.
+before the first request. All of that is repeated, with a new server, for each share of a core that
+the follower may use.
 """
 
 from __future__ import annotations
@@ -161,10 +163,17 @@ class Revealed:
 
     def __init__(self, hidden: Path, root: Path, server: Server) -> None:
         self._hidden, self._root, self._server = hidden, root, server
-        self._names = sorted(path.name for path in hidden.glob("seq-*"))
+        self._base, *self._names = sorted(path.name for path in hidden.glob("seq-*"))
         self.versions: list[dict[str, Any]] = []
         self.seconds: list[float] = []
         """From each reveal until the version was seen to be served."""
+
+    def begin(self) -> None:
+        """Reveal the first one, with all else that the root holds, and wait for it."""
+        for path in self._hidden.iterdir():
+            if path.name == self._base or not path.name.startswith("seq-"):
+                path.rename(self._root / path.name)
+        self.wait(self._base)
 
     def show(self, count: int) -> None:
         """Reveal some, each once the one before is served."""
@@ -192,24 +201,21 @@ class Revealed:
             time.sleep(LOOK_SECONDS)
 
 
-def measure(folder: Path, scale: float, windows: int, shown: int) -> dict[str, Any]:
-    """Make the publications, serve them, and measure.
+def measure(
+    folder: Path, scale: float, windows: int, shown: int, shares: list[float]
+) -> dict[str, Any]:
+    """Make the publications, serve them with each share of a core, and measure.
 
     Args:
         windows: with publications, and as many without.
         shown: publications in a window.
+        shares: of a core, that the follower may use.
     """
     run = Publications(folder, scale)
     costs = [run.make() for _ in tqdm(range(1 + windows * shown), desc="publications", unit="one")]
     run.close()
     hidden = run.root.with_name("hidden")
     run.root.rename(hidden)
-    run.root.mkdir()
-    base = min(hidden.glob("seq-*"))
-    for path in hidden.iterdir():
-        if path == base or not path.name.startswith("seq-"):
-            path.rename(run.root / path.name)
-    overrides = [f"model.scale={scale}", f"root={run.root}", "interval_seconds=0.05"]
     random = np.random.default_rng(2)
     questions = [
         Samples(
@@ -219,28 +225,41 @@ def measure(folder: Path, scale: float, windows: int, shown: int) -> dict[str, A
         )
         for _ in range(64)
     ]
-    with Server(folder / "server", overrides) as server, ThreadPoolExecutor(CLIENTS) as pool:
-        revealed = Revealed(hidden, run.root, server)
-        revealed.wait(base.name)
-        load = Load(server, pool, questions)
-        load.find_capacity(1.0, 4)  # warms up
-        capacity = load.find_capacity(3.0, 4)
-        load.per_second = LOAD * capacity
-        applying, resting = [], []
-        for number in tqdm(range(windows), desc="windows", unit="pair"):
-            # Whichever comes first, half of the time: the machine is not the same all along.
-            if number % 2:
-                resting.append(load.ask_during(revealed.look, sum(revealed.seconds[-shown:])))
-            applying.append(load.ask_during(revealed.show, shown))
-            if not number % 2:
-                resting.append(load.ask_during(revealed.look, sum(revealed.seconds[-shown:])))
+    found = []
+    for share in shares:
+        run.root.mkdir()
+        overrides = [f"model.scale={scale}", f"root={run.root}", "interval_seconds=0.05"]
+        with (
+            Server(folder / "server", [*overrides, f"share={share}"]) as server,
+            ThreadPoolExecutor(CLIENTS) as pool,
+        ):
+            revealed = Revealed(hidden, run.root, server)
+            load = Load(server, pool, questions)
+            cases = compare(load, revealed, windows, shown)
+        found.append({"share": share, "publication": _costs(costs, revealed), **cases})
+        for path in run.root.iterdir():
+            path.rename(hidden / path.name)
+        run.root.rmdir()
+    return {"rows": sum(run.rows), "samples": SAMPLES, "windows": windows, "shares": found}
+
+
+def compare(load: Load, revealed: Revealed, windows: int, shown: int) -> dict[str, Any]:
+    """Ask one server while it applies publications, and while it doesn't."""
+    revealed.begin()
+    load.find_capacity(1.0, 4)  # warms up
+    capacity = load.find_capacity(3.0, 4)
+    load.per_second = LOAD * capacity
+    applying, resting = [], []
+    for number in tqdm(range(windows), desc="windows", unit="pair"):
+        # Whichever comes first, half of the time: the machine is not the same all along.
+        if number % 2:
+            resting.append(load.ask_during(revealed.look, sum(revealed.seconds[-shown:])))
+        applying.append(load.ask_during(revealed.show, shown))
+        if not number % 2:
+            resting.append(load.ask_during(revealed.look, sum(revealed.seconds[-shown:])))
     return {
-        "rows": sum(run.rows),
-        "publication": _costs(costs, revealed),
         "capacity": capacity,
         "per_second": load.per_second,
-        "samples": SAMPLES,
-        "windows": windows,
         "applying": _latencies(applying),
         "resting": _latencies(resting),
     }
@@ -283,6 +302,9 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.1, help="of Criteo Kaggle's tables")
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--shown", type=int, default=6, help="publications in a window")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[1.0, 0.25], help="of a core, of the follower"
+    )
     parser.add_argument("--markdown", type=Path, help="only print the tables of such a file")
     parser.add_argument("--docs", type=Path, help="put the tables into this page, too")
     options = parser.parse_args()
@@ -303,7 +325,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        found = measure(folder, options.scale, options.windows, options.shown)
+        found = measure(folder, options.scale, options.windows, options.shown, options.shares)
     finally:
         dist.destroy_process_group()
         shutil.rmtree(folder)

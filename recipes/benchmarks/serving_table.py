@@ -11,30 +11,37 @@ BEGIN, END = "<!-- recipes.benchmarks.serving: begin -->\n", "<!-- end -->\n"
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the tables of the documentation."""
-    lines = ["| | requests | median | p99 | slowest |", "|---|---:|---:|---:|---:|"]
-    for name in ("applying", "resting"):
-        case = found[name]
-        cells = (f"{case[key]:.1f} ms" for key in ("p50_ms", "p99_ms", "slowest_ms"))
-        lines.append(f"| {name} | {case['requests']} | {' | '.join(cells)} |")
-    ratios = (
-        found["applying"][key] / found["resting"][key] for key in ("p50_ms", "p99_ms", "slowest_ms")
-    )
-    lines.append(f"| ratio | | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+    quantiles = ("p50_ms", "p99_ms", "slowest_ms")
+    lines = ["| share | | requests | median | p99 | slowest |", "|---:|---|---:|---:|---:|---:|"]
+    for of_share in found["shares"]:
+        share = f"{of_share['share']:g}"
+        for name in ("applying", "resting"):
+            case = of_share[name]
+            cells = (f"{case[key]:.1f} ms" for key in quantiles)
+            lines.append(f"| {share} | {name} | {case['requests']} | {' | '.join(cells)} |")
+        ratios = (of_share["applying"][key] / of_share["resting"][key] for key in quantiles)
+        cells = (f"{ratio:.2f}" for ratio in ratios)
+        lines.append(f"| {share} | ratio | | {' | '.join(cells)} |")
+    shares = [f"{of_share['share']:g}" for of_share in found["shares"]]
+    served = "".join(f" revealed to served, {share} |" for share in shares)
     lines += [
         "",
-        "| publications | | rows | MB | stall of training | until durable | revealed to served |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        f"| publications | | rows | MB | stall of training | until durable |{served}",
+        "|---|" + "---:|" * (5 + len(shares)),
     ]
-    for kind, cost in found["publication"].items():
+    for kind, cost in found["shares"][0]["publication"].items():
+        seconds = (each["publication"][kind]["visible_seconds"] for each in found["shares"])
         lines.append(
             f"| {kind} | {cost['count']} | {cost['rows']:.0f} | {cost['bytes'] / 1e6:.1f} | "
             f"{1e3 * cost['stall_seconds']:.0f} ms | {cost['seconds']:.2f} s | "
-            f"{cost['visible_seconds']:.2f} s |"
+            + " | ".join(f"{visible:.2f} s" for visible in seconds)
+            + " |"
         )
+    each = found["shares"][-1]
     lines += [
         "",
-        f"The server can answer {found['capacity']:.0f} requests of {found['samples']} samples a "
-        f"second to 4 clients, and got {found['per_second']:.0f}; its tables have "
+        f"The server can answer {each['capacity']:.0f} requests of {found['samples']} samples a "
+        f"second to 4 clients, and got {each['per_second']:.0f}; its tables have "
         f"{found['rows'] / 1e6:.1f} M rows.",
     ]
     return "\n".join(lines)

@@ -53,6 +53,8 @@ def main(cfg: DictConfig) -> None:
         sys.exit(f"bits is {cfg.bits}; choose 32, 8, 4 or 2")
     if cfg.threads < 1 or cfg.most_samples < 1 or not cfg.interval_seconds > 0:
         sys.exit("threads, most_samples and interval_seconds have to be above zero")
+    if not 0 < cfg.share <= 1:
+        sys.exit(f"share is {cfg.share}; choose a part of a core, above 0 and at most 1")
     listening = _listen(cfg.host, cfg.port)
     torch.set_num_threads(1)  # requests run beside each other
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -62,6 +64,7 @@ def main(cfg: DictConfig) -> None:
         cfg.root,
         script(inference_model(architecture, cfg.bits)),
         interval_seconds=cfg.interval_seconds,
+        share=cfg.share,
         on_version=metrics.shown,
     )
     metrics.watch(follower)

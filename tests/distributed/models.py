@@ -152,10 +152,14 @@ def random_plan(spec: ModelSpec, world_size: int, seed: int) -> Plan:
 
 
 def uniform_plan(spec: ModelSpec, sharding: str, world_size: int) -> Plan:
-    """Give all tables the same sharding; deal ``table_wise`` ones out over the ranks."""
+    """Give all tables the same sharding; deal ``table_wise`` ones out over the ranks, and halve the
+    columns of ``column_wise`` ones.
+    """
     names = [f"{c.name}.{t.name}" for c in spec.collections for t in c.tables]
     if sharding == "table_wise":
         return {name: f"table_wise:{i % world_size}" for i, name in enumerate(names)}
+    if sharding == "column_wise":
+        return dict.fromkeys(names, f"column_wise:0,{world_size - 1}")
     plan = dict.fromkeys(names, sharding)
     for collection in spec.collections:
         _leave_no_kernel_empty(plan, collection, world_size)

@@ -24,6 +24,7 @@ from tests.distributed.partial_lives import (
     of_tables,
 )
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import some_of
 from torchrec_checknrun import Consecutive, Intermittent, OneShot, RestoreReport
 from torchrec_checknrun.recovery.held_restore import HeldRestore
 
@@ -87,8 +88,10 @@ def go_on(folder: str, memory: str, lost: list[int], policy: str) -> dict[str, A
     }
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("lost", [[2], [0, 3]])
+@pytest.mark.parametrize(
+    ("lost", "policy"),
+    some_of([(lost, p) for lost in ([2], [0, 3]) for p in sorted(POLICIES)], 0, 4, 5),
+)
 def test_only_lost_ranks_go_back(
     lost: list[int], policy: str, where: dict[str, Any], workers: Workers
 ) -> None:

@@ -148,7 +148,7 @@ quick = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=10,
+    max_examples=examples(10, quick=6),
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

@@ -83,22 +83,28 @@ def test_the_table_is_the_results(name: str, lines: list[str]) -> None:
 
 
 SERVING = {
-    "capacity": 400.4,
-    "per_second": 100.1,
     "samples": 16,
     "rows": 3_376_266,
-    "applying": {"requests": 900, "p50_ms": 2.2, "p99_ms": 6.0, "slowest_ms": 9.0},
-    "resting": {"requests": 1000, "p50_ms": 2.0, "p99_ms": 5.0, "slowest_ms": 6.0},
-    "publication": {
-        "differential": {
-            "count": 3,
-            "rows": 877819,
-            "bytes": 21_500_000,
-            "stall_seconds": 0.002,
-            "seconds": 0.14,
-            "visible_seconds": 0.36,
+    "shares": [
+        {
+            "share": share,
+            "capacity": 400.4,
+            "per_second": 100.1,
+            "applying": {"requests": 900, "p50_ms": 2.2, "p99_ms": p99, "slowest_ms": 9.0},
+            "resting": {"requests": 1000, "p50_ms": 2.0, "p99_ms": 5.0, "slowest_ms": 6.0},
+            "publication": {
+                "differential": {
+                    "count": 3,
+                    "rows": 877819,
+                    "bytes": 21_500_000,
+                    "stall_seconds": 0.002,
+                    "seconds": 0.14,
+                    "visible_seconds": seconds,
+                }
+            },
         }
-    },
+        for share, p99, seconds in ((1.0, 6.0, 0.36), (0.25, 5.5, 0.72))
+    ],
 }
 
 
@@ -110,8 +116,9 @@ def test_the_servers_tables_are_put_into_a_page(tmp_path: Path) -> None:
         put_into(page, SERVING)
         assert shown(page) == markdown(SERVING)
     lines = shown(page).splitlines()
-    assert "| ratio | | 1.10 | 1.20 | 1.50 |" in lines
-    assert "| differential | 3 | 877819 | 21.5 | 2 ms | 0.14 s | 0.36 s |" in lines
+    assert "| 1 | ratio | | 1.10 | 1.20 | 1.50 |" in lines
+    assert "| 0.25 | ratio | | 1.10 | 1.10 | 1.50 |" in lines
+    assert "| differential | 3 | 877819 | 21.5 | 2 ms | 0.14 s | 0.36 s | 0.72 s |" in lines
     assert page.read_text().partition("<!-- rec")[0] == text.partition("<!-- rec")[0]
     page.write_text("no place")
     with pytest.raises(ValueError, match="lacks a line"):

@@ -133,16 +133,27 @@ def publish(
         int | None,
         typer.Option(min=1, help="Newest publications to keep; by default all stay."),
     ] = None,
+    keep_hours: Annotated[
+        float | None,
+        typer.Option(help="With --keep: also keep the first publication of every so many hours."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Copy what predictions depend on into a root for followers; run again, what is new since."""
     from torchrec_checknrun.serve import publish as publishing
 
     into = open_root(target)
+    if keep is None and keep_hours is not None:
+        raise typer.BadParameter("--keep-hours needs --keep")
     try:
         with progress("publishing") as step:
             done = publishing.publish(
-                open_root(root).url, into.url, bits=bits, keep=keep, progress=step
+                open_root(root).url,
+                into.url,
+                bits=bits,
+                keep=keep,
+                every_hours=keep_hours,
+                progress=step,
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -2,7 +2,7 @@
 
 A follower that begins to read much puts a small record into ``.followers/``, and renews it while it
 reads. A record counts for some minutes after its last renewal, by the store's times of records and
-manifests alone, and only so often renewed: a follower that hangs, or is gone, holds nothing for
+manifests alone, and for an hour of renewals: a follower that hangs, or is gone, holds nothing for
 long. Where a follower can't write, or the store keeps no times, nothing is held; a follower whose
 files are gone plans anew.
 """
@@ -28,14 +28,14 @@ HOLD_SECONDS = 300.0
 RENEW_SECONDS = 60.0
 """How often a follower that reads renews its record."""
 MOST_RENEWALS = 60
-"""Renewals after which a record no longer counts: an hour of reading."""
+"""Renewals after which a record no longer counts: an hour of reading, however seldom renewed."""
 MOST_HELD = 3
 """Checkpoints that all followers together may hold."""
 _MOST_BYTES = 1 << 12
 
 
 class Reading(Record, frozen=True):
-    """A follower's record: the checkpoint that it reads, and how often the record was renewed."""
+    """A follower's record: the checkpoint that it reads, and for how many renewals' time."""
 
     id: Text
     renewals: Count
@@ -53,14 +53,15 @@ class Announcement:
         self._name = f"{secrets.token_hex(8)}.json"
         self._id = id
         self._renewals = 0
-        self._written = time.monotonic()
+        self._began = self._written = time.monotonic()
         self._possible = True
         self._put()
 
     def renew(self) -> None:
         """Renew the record, if it is time to."""
-        if self._possible and time.monotonic() - self._written > RENEW_SECONDS:
-            self._renewals += 1
+        now = time.monotonic()
+        if self._possible and now - self._written > RENEW_SECONDS:
+            self._renewals = int((now - self._began) // RENEW_SECONDS)  # also those left out
             self._put()
 
     def close(self) -> None:

@@ -18,6 +18,8 @@ _SORTED = "_mch_sorted_raw_ids"
 _HASHED = "_hash_zch_identities"
 _PER_ID = "_mch_"
 """Beginning of the names of buffers that have a value for each id of a sorted map."""
+_SHARDED = ("ShardedQuantManagedCollision", "ShardedManagedCollision")
+"""Beginnings of the names of TorchRec's modules whose shards have maps of their own."""
 
 
 def check_collisions(model: nn.Module) -> None:
@@ -27,6 +29,12 @@ def check_collisions(model: nn.Module) -> None:
         UnsupportedTable: a module is in training mode, or holds a part of a map; names it.
     """
     for path, module in model.named_modules():
+        if type(module).__name__.startswith(_SHARDED):
+            raise UnsupportedTable(
+                f"{path or 'the model'} maps ids to rows (managed collisions), and is sharded: "
+                "each shard maps ids of a range that depends on the number of shards, which is not "
+                "the trainer's. Serve a model that is not sharded"
+            )
         if not (hasattr(module, _SORTED) or hasattr(module, _HASHED)):
             continue
         if module.training:

@@ -72,7 +72,7 @@ class Content:
     Attributes:
         plan: the part of a chain to read.
         bytes_read: of chunks, so far.
-        each: called before each chunk is read.
+        each: called before each index and chunk is read.
     """
 
     def __init__(self, root: Folder, plan: Plan, indexes: Indexes) -> None:
@@ -134,6 +134,7 @@ class Content:
         """
         first = self.plan.common if self.plan.follows else 0
         for place in range(first, len(self.plan.chain.manifests)):
+            self.each()
             self.chunks_of(place)
 
     def dense(self) -> dict[str, torch.Tensor]:

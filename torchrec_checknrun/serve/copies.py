@@ -25,8 +25,8 @@ from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.serve.replica import Replica
 from torchrec_checknrun.serve.version import Version
 
-_ROWS = 1 << 20
-"""Rows of a table that are looked at at a time."""
+_BLOCK_BYTES = 1 << 20
+"""Of a table, that are looked at at a time: copied in less than a millisecond."""
 _SLICE_SECONDS = 0.5
 """The longest wait between two looks whether the follower is being closed."""
 
@@ -54,12 +54,15 @@ class Copies(Protocol):
     def read(self) -> Iterator[tuple[nn.Module, Version | None]]:
         """See ``Follower.read``; a generator for ``contextmanager``."""
 
-    def begin(self, closing: Callable[[], bool], seconds: float) -> Target:
+    def begin(
+        self, closing: Callable[[], bool], seconds: float, rest: Callable[[], object]
+    ) -> Target:
         """Return where to write the next version.
 
         Args:
             closing: tells whether to give up.
             seconds: the longest wait for predictions on an earlier version.
+            rest: called between blocks of rows, while no prediction waits.
 
         Raises:
             ReadersStay: predictions on an earlier version don't end.
@@ -70,6 +73,13 @@ class Copies(Protocol):
 
         Raises:
             ReadersStay: as in ``begin``; nothing was shown.
+        """
+
+    def settle(self, rest: Callable[[], object]) -> None:
+        """Prepare for the next version, unless predictions on an earlier one still run.
+
+        Args:
+            rest: as in ``begin``.
         """
 
     @property
@@ -105,14 +115,16 @@ class _Side:
         self.behind_dense.add(name)
         self.replica.dense[name].copy_(value)
 
-    def catch_up(self, other: _Side) -> None:
+    def catch_up(self, other: _Side, rest: Callable[[], object]) -> None:
         """Copy the rows that may differ from the other side."""
         for table, rows in self.behind.items():
             into, source = self.replica.tables[table], other.replica.tables[table]
-            for start in range(0, rows.rows, _ROWS):
-                ids = rows.positions(start, min(rows.rows, start + _ROWS))
+            size = max(1, _BLOCK_BYTES // into.form.stride)
+            for start in range(0, rows.rows, size):
+                ids = rows.positions(start, min(rows.rows, start + size))
                 if len(ids):
                     into.copy_from(source, ids)
+                rest()
         for name in self.behind_dense:
             self.replica.dense[name].copy_(other.replica.dense[name])
         self.behind, self.behind_dense = {}, set()
@@ -150,12 +162,13 @@ class TwoCopies:
                 if not side.readers:
                     self._left.notify_all()
 
-    def begin(self, closing: Callable[[], bool], seconds: float) -> Target:
+    def begin(
+        self, closing: Callable[[], bool], seconds: float, rest: Callable[[], object]
+    ) -> Target:
         idle = self._idle
         with self._left:
             _wait(self._left, lambda: not idle.readers, closing, seconds, idle.version)
-        # Nobody enters it until it is swapped.
-        idle.catch_up(self._served)
+        self.settle(rest)
         return idle
 
     def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
@@ -165,9 +178,12 @@ class TwoCopies:
         after.behind, after.behind_dense = {}, set()
         with self._lock:
             self._served, self._idle = after, before
-            leaves = before.readers == 0
-        if leaves:  # else before the next version
-            before.catch_up(after)
+
+    def settle(self, rest: Callable[[], object]) -> None:
+        with self._lock:
+            if self._idle.readers:  # then before the next version
+                return
+        self._idle.catch_up(self._served, rest)  # nobody enters it until it is swapped
 
 
 class _Staged:
@@ -259,7 +275,9 @@ class OneCopy:
                 self._readers -= 1
                 self._changed.notify_all()
 
-    def begin(self, closing: Callable[[], bool], seconds: float) -> Target:
+    def begin(
+        self, closing: Callable[[], bool], seconds: float, rest: Callable[[], object]
+    ) -> Target:
         if self._staged is not None:
             self._staged.close()
         self._staged = _Staged(self.replica, self._most)
@@ -278,6 +296,9 @@ class OneCopy:
                 self._changed.notify_all()
         self._staged.close()
         self._staged = None
+
+    def settle(self, rest: Callable[[], object]) -> None:
+        """Do nothing: nothing is left to do."""
 
 
 def _wait(

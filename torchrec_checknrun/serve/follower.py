@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -18,17 +17,18 @@ from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
-    UnsupportedTable,
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.followers import announced
+from torchrec_checknrun.serve.alone import require_alone
 from torchrec_checknrun.serve.content import Content, Indexes
 from torchrec_checknrun.serve.copies import OneCopy, ReadersStay, TwoCopies
 from torchrec_checknrun.serve.lag import Lag
 from torchrec_checknrun.serve.load import Load, Memory
 from torchrec_checknrun.serve.looking import start_looking
 from torchrec_checknrun.serve.names import Names, match_names
+from torchrec_checknrun.serve.pace import Pace
 from torchrec_checknrun.serve.plan import Glance, Plan, is_copy, plan
 from torchrec_checknrun.serve.version import Version
 from torchrec_checknrun.store.folder import Folder
@@ -41,10 +41,6 @@ _PLANS = 5
 """Plans of one poll: checkpoints may go while they are read, or be damaged."""
 _ANNOUNCED_BYTES = 16 << 20
 """Bytes to read from which on the root is told, so that retention waits."""
-
-
-_FOLLOWED: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
-"""By the address of a model that versions are written to, its follower."""
 
 
 class Follower:
@@ -64,6 +60,9 @@ class Follower:
         copies: 2: a version is prepared in a second copy of the model, and predictions never wait.
             1: the model is held once, rows are staged, and predictions wait while they are copied
             in.
+        share: of one core, above 0 and up to 1, that the thread uses at most: it works in slices of
+            milliseconds, and rests between them. Less disturbs predictions less, and a version
+            takes longer to become visible.
         map: the model's name by the saved one, of tables and other values, where they differ by
             more than TorchRec's wrappers.
         strict: refuse a model with names that no checkpoint has; otherwise they keep their values.
@@ -84,11 +83,12 @@ class Follower:
         on_version: Callable[[Version], object] | None = None,
         memory_bytes: int | None = None,
         copies: int = 2,
+        share: float = 1.0,
         map: Mapping[str, str] | None = None,
         strict: bool = True,
         timeout_seconds: float = 60.0,
     ) -> None:
-        _check_arguments(interval_seconds, memory_bytes, copies, timeout_seconds)
+        _check_arguments(interval_seconds, memory_bytes, copies, share, timeout_seconds)
         self._root = Folder(root, timeout_seconds)
         self._interval = interval_seconds
         self._on_version = on_version
@@ -103,6 +103,7 @@ class Follower:
         self._lag = Lag(self._root)
         self._glance = Glance(self._root)
         self._polling = threading.Lock()
+        self._pace = Pace(share)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -128,11 +129,14 @@ class Follower:
         """The last error while the root was looked at, or read; None after a look without."""
         return self._lag.error
 
-    def poll(self) -> Version | None:
+    def poll(self, *, paced: bool = False) -> Version | None:
         """Look at the root, and show its newest state if that is not served yet.
 
         While a version is served, errors of the storage and damaged checkpoints change nothing:
         ``version.error`` tells them, and the next poll tries again.
+
+        Args:
+            paced: rest as the thread does, see ``share``; otherwise the thread, too, hurries.
 
         Returns:
             What is served now; None if nothing was ever published.
@@ -142,7 +146,14 @@ class Follower:
                 fit the model; names what.
             CheckNRunError, OSError: nothing is served yet, and the root can't be read.
         """
+        if paced:
+            return self._poll()
+        with self._pace.hurried():
+            return self._poll()
+
+    def _poll(self) -> Version | None:
         with self._polling:
+            self._pace.begin()
             before = self._copies.version
             try:
                 self._advance()
@@ -181,7 +192,8 @@ class Follower:
         """Stop the thread, if any; the version that is served stays."""
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(self._seconds)
+            with self._pace.hurried():
+                self._thread.join(self._seconds)
             self._thread = None
 
     def __enter__(self) -> Follower:
@@ -200,7 +212,7 @@ class Follower:
     def look(self) -> bool:
         """Poll, and return whether that failed; ``error`` tells how, and nothing is raised."""
         try:
-            self.poll()
+            self.poll(paced=True)
         except Exception as error:
             self._lag.failed(error)
             logger.warning("%s can't be followed: %s", self._root, error)
@@ -250,6 +262,7 @@ class Follower:
             self._served = todo.chain.manifests
             self._indexes.keep(self._served)
             self._lag.looked(self._served[-1], "; ".join(problems) or None)
+            self._copies.settle(self._pace.rest)
             return
         raise ChainBroken(
             f"{self._root}: checkpoints go, or are damaged, as they are read: "
@@ -283,23 +296,29 @@ class Follower:
         content = Content(self._root, todo, self._indexes)
         large = content.stored_bytes >= _ANNOUNCED_BYTES
         with announced(self._root, todo.chain.head.id, large) as announcement:
-            if announcement is not None:
-                content.each = announcement.renew
+
+            def before_each() -> None:
+                self._pace.rest()
+                if announcement is not None:
+                    announcement.renew()
+
+            content.each = before_each
             self._write(content, began)
 
     def _write(self, content: Content, began: float) -> None:
         """Write and show a version."""
         todo = content.plan
         content.check()
-        self._require_alone()
+        require_alone(self._copies.replica.model, self)
         dense = content.dense()
         head = todo.chain.head
         for replica in self._copies.replicas:
             replica.bind(head.tables)
         names = self._names(head, dense)
         memory = self._memory if todo.common else Memory()
-        target = self._copies.begin(self._closing.is_set, self._seconds)
-        load = Load(content, self._copies.replica, target, memory, self._budget)
+        rest, closing = self._pace.rest, self._closing.is_set
+        target = self._copies.begin(closing, self._seconds, rest)
+        load = Load(content, self._copies.replica, target, memory, self._budget, rest)
         try:
             load.run(names, dense)
             version = Version(
@@ -314,7 +333,7 @@ class Follower:
                 committed_at=self._lag.commit_time(head),
                 kept=tuple(names.missing),
             )
-            self._copies.show(version, self._closing.is_set, self._seconds)
+            self._copies.show(version, closing, self._seconds)
         except BaseException:
             if memory.links and memory is self._memory:
                 self._served = ()  # they are of neither version: all rows are read anew
@@ -323,22 +342,6 @@ class Follower:
         self._served = todo.chain.manifests
         self._lag.shows(head)
         logger.info("%s is served: %d rows", head.id, load.rows)
-
-    def _require_alone(self) -> None:
-        """Refuse a model that another follower writes to: its versions would be mixed with ours.
-
-        Raises:
-            UnsupportedTable: says what to do.
-        """
-        model = self._copies.replica.model
-        for part in model.modules():
-            if _FOLLOWED.get(id(part), self) is not self:
-                raise UnsupportedTable(
-                    f"{type(model).__name__} has parts that another Follower of this process keeps "
-                    "up to date: share that one, or give each a model of its own (copy.deepcopy)"
-                )
-        for part in model.modules():
-            _FOLLOWED[id(part)] = self
 
     def _names(self, head: Manifest, dense: Mapping[str, object]) -> Names:
         """Match the model's names with a checkpoint's.
@@ -364,7 +367,7 @@ class Follower:
 
 
 def _check_arguments(
-    interval: float | None, memory_bytes: int | None, copies: int, timeout: float
+    interval: float | None, memory_bytes: int | None, copies: int, share: float, timeout: float
 ) -> None:
     if interval is not None and not interval > 0:
         raise ValueError(f"interval_seconds must be positive, such as 1.0, not {interval!r}")
@@ -372,5 +375,7 @@ def _check_arguments(
         raise ValueError(f"memory_bytes must be a number of bytes, not {memory_bytes!r}")
     if copies not in (1, 2):
         raise ValueError(f"copies must be 1 or 2 (the default), not {copies!r}")
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, such as 0.25, not {share!r}")
     if not timeout > 0:
         raise ValueError(f"timeout_seconds must be positive, not {timeout!r}")

@@ -6,7 +6,7 @@ by columns are put together first, since a quantized row has one scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -52,6 +52,7 @@ class Load:
         target: where rows go.
         memory: of the version before, empty if all rows are read; of this one afterwards.
         budget: bytes of rows to put together at a time.
+        rest: called between blocks of rows.
 
     Attributes:
         rows: written so far.
@@ -59,7 +60,13 @@ class Load:
     """
 
     def __init__(
-        self, content: Content, replica: Replica, target: Target, memory: Memory, budget: int
+        self,
+        content: Content,
+        replica: Replica,
+        target: Target,
+        memory: Memory,
+        budget: int,
+        rest: Callable[[], object],
     ) -> None:
         self._content = content
         self._plan = content.plan
@@ -67,6 +74,7 @@ class Load:
         self._target = target
         self._memory = memory
         self._budget = budget
+        self._rest = rest
         self.rows = 0
         self.encoded = 0
 
@@ -158,6 +166,7 @@ class Load:
             self._target.put(name, np.ascontiguousarray(rows.ids[at]), laid)
             self.rows += len(at)
             self.encoded += again
+            self._rest()
 
     def _laid(
         self, form: RowForm, saved: str, rows: StoredRows, at: np.ndarray
@@ -232,6 +241,7 @@ class Load:
             self._target.put(name, ids, table.form.of_values(values))
             self.rows += len(ids)
             self.encoded += len(ids) if lossy and table.form.bits is not None else 0
+            self._rest()
 
     def _gathered(
         self, saved: str, dim: int, chunks: list[RowChunk], ids: np.ndarray

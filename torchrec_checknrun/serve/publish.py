@@ -78,6 +78,7 @@ def publish(
     *,
     bits: int | None = None,
     keep: int | None = None,
+    every_hours: float | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Done:
     """Bring a root of publications to the newest checkpoint of a run.
@@ -90,6 +91,8 @@ def publish(
         bits: of a value: 8, 4 or 2, as TorchRec quantizes; None: rows as a restore gives them.
         keep: publications to keep in the target, with what they build on; others are deleted, once
             no follower reads them. None: all.
+        every_hours: also keep the first publication of every so many hours, by the checkpoints'
+            times; needs ``keep``.
         progress: called with the bytes of the source that are done, and all there are.
 
     Raises:
@@ -98,9 +101,12 @@ def publish(
         IncompatibleCheckpoint: the run has what can't be followed, or the target holds other
             publications; names which.
         RootInUse: another process publishes there.
-        ValueError: ``bits`` is no width, or ``keep`` is below 1.
+        ValueError: ``bits`` is no width, ``keep`` is below 1, or ``every_hours`` is no number of
+            hours, or without ``keep``.
     """
-    retention = None if keep is None else Retention(keep)
+    if keep is None and every_hours is not None:
+        raise ValueError("every_hours needs keep, the number of newest publications to keep")
+    retention = None if keep is None else Retention(keep, every_hours)
     if bits is not None and (type(bits) is not int or bits not in WIDTHS):
         raise ValueError(
             f"bits must be one of {WIDTHS}, or None for rows as they are, not {bits!r}"

@@ -11,14 +11,13 @@ from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
 from torchrec_checknrun.serve.collisions import check_collisions
+from torchrec_checknrun.serve.kernels import find_kernels, refuse_frozen
 from torchrec_checknrun.serve.tables import (
     KINDS,
     ServedTable,
-    find_kernels,
     float_table,
     memory_of,
     quantized_tables,
-    refuse_frozen,
 )
 from torchrec_checknrun.values.state import is_sharded
 
@@ -129,7 +128,7 @@ class Replica:
 
     def _layout(self) -> object:
         tables = {
-            path: (table.form, [(part.first, part.rows) for part in table.parts])
+            path: (table.form, [(p.first, p.rows, p.columns) for p in table.parts])
             for path, table in self._quantized.items()
         }
         return tables, {name: (v.dtype, v.shape) for name, v in self._state.items()}

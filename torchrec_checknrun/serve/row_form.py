@@ -77,7 +77,7 @@ class RowForm:
             ``(n, stride)`` uint8.
         """
         if self.bits is None:
-            return self._padded(values.to(self.dtype).contiguous().view(torch.uint8))
+            return _padded(values.to(self.dtype).contiguous().view(torch.uint8), self.stride)
         rows = values if values.dtype in _QUANTIZED else values.to(torch.float32)
         fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(
             rows.contiguous(), self.bits
@@ -94,7 +94,7 @@ class RowForm:
             ``(n, stride)`` uint8.
         """
         if not self.scale_first:
-            return self._padded(fused)
+            return _padded(fused, self.stride)
         laid = torch.zeros((len(fused), self.stride), dtype=torch.uint8, device="cpu")
         into, source, scale, codes = laid, fused, _SCALE_BYTES, self.width - _SCALE_BYTES
         if codes % 4 == self.stride % 4 == 0:  # by words: several times faster
@@ -104,9 +104,29 @@ class RowForm:
         into[:, scale : scale + codes] = source[:, :codes]
         return laid
 
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.shape[1] == self.stride:
-            return rows.contiguous()
-        laid = torch.zeros((len(rows), self.stride), dtype=torch.uint8, device="cpu")
-        laid[:, : rows.shape[1]] = rows
-        return laid
+    def cut(self, rows: torch.Tensor, columns: tuple[int, int], stride: int) -> torch.Tensor:
+        """Lay some columns of rows out as a shard of them does: with the row's scale and bias.
+
+        Args:
+            rows: ``(n, self.stride)`` uint8, laid out.
+            columns: the first one and the end; they begin and end at bytes.
+            stride: of the shard.
+
+        Returns:
+            ``(n, stride)`` uint8.
+        """
+        scale = 0 if self.bits is None else _SCALE_BYTES
+        before = scale if self.scale_first else 0
+        size = (self.width - scale) / self.dim
+        start, stop = (before + int(column * size) for column in columns)
+        codes, after = rows[:, start:stop], before + int(self.dim * size)
+        other = rows[:, :before], codes, rows[:, after : self.width]
+        return _padded(torch.cat(other, dim=1), stride)
+
+
+def _padded(rows: torch.Tensor, stride: int) -> torch.Tensor:
+    if rows.shape[1] == stride:
+        return rows.contiguous()
+    laid = torch.zeros((len(rows), stride), dtype=torch.uint8, device="cpu")
+    laid[:, : rows.shape[1]] = rows
+    return laid

@@ -1,15 +1,15 @@
 """Find an inference model's tables: their names, the form of their rows, and their memory.
 
-Quantized tables lie in FBGEMM's inference kernels, several in one, in the kernel's order. The
-kernels are found in TorchRec's modules, unsharded or sharded, and in what TorchScript makes of
-them; everything is looked up in plain attributes that all of these have. Unquantized tables are
-weights of the state dict, told from other weights by the checkpoint's names.
+Quantized tables lie in FBGEMM's inference kernels, several in one, in the kernel's order;
+everything is looked up in plain attributes that kernels, shards and TorchScript have. A kernel may
+hold a range of a table's rows, or of its columns: then each shard has the whole row's scale and
+bias. Unquantized tables are weights of the state dict, told from others by the checkpoint's names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,11 @@ from torch import nn
 
 from torchrec_checknrun.errors import UnsupportedTable
 from torchrec_checknrun.native import can_copy, copy_rows
+from torchrec_checknrun.serve.kernels import find_kernels
 from torchrec_checknrun.serve.row_form import RowForm
 
 KINDS = ("embedding_bags", "embeddings")
 """Names of the parts of TorchRec's collections that hold tables."""
-_KERNELS = (
-    "IntNBitTableBatchedEmbeddingBagsCodegen",
-    "IntNBitTableBatchedEmbeddingBagsCodegenWithLength",
-)
 _FLOATS = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
 _BITS = {2: 8, 3: 4, 4: 2}
 """FBGEMM's numbers of row types: floating point, and bits of a code."""
@@ -33,7 +30,7 @@ _BITS = {2: 8, 3: 4, 4: 2}
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive rows of a table in one piece of memory.
+    """Consecutive rows of a table, or some of their columns, in one piece of memory.
 
     Attributes:
         first: the table's row that the part begins with.
@@ -41,12 +38,14 @@ class Part:
         memory: ``(n, stride)`` uint8.
         remap: by row of the part, the row of ``memory``, or -1 for a row that was pruned; None:
             the same row.
+        columns: first and end of the columns; None: all of them.
     """
 
     first: int
     rows: int
     memory: torch.Tensor
     remap: np.ndarray | None = None
+    columns: tuple[int, int] | None = None
 
     def places(self, ids: np.ndarray) -> tuple[np.ndarray | slice, np.ndarray | None]:
         """Return where the part holds some of the table's rows.
@@ -120,7 +119,7 @@ class ServedTable:
     @property
     def rows(self) -> int:
         """Number of rows that can be looked up."""
-        return sum(part.rows for part in self.parts)
+        return max(part.first + part.rows for part in self.parts)
 
     def put(self, ids: np.ndarray, rows: torch.Tensor) -> None:
         """Overwrite rows; those that the model has not are left out.
@@ -130,58 +129,15 @@ class ServedTable:
             rows: ``(n, stride)`` uint8, on the CPU.
         """
         for part in self.parts:
-            part.put(ids, rows)
+            own = rows
+            if part.columns is not None:
+                own = self.form.cut(rows, part.columns, part.memory.shape[1])
+            part.put(ids, own)
 
     def copy_from(self, other: ServedTable, ids: np.ndarray) -> None:
         """Overwrite rows with those of another copy of the model."""
         for part, source in zip(self.parts, other.parts, strict=True):
             part.copy_from(source, ids)
-
-
-def refuse_frozen(model: nn.Module) -> None:
-    """Refuse a scripted model whose weights are constants of its code.
-
-    Raises:
-        UnsupportedTable: says what to give instead.
-    """
-    if not isinstance(model, torch.jit.ScriptModule):
-        return
-    kernels = [m for m in model.modules() if _type_name(m) in _KERNELS]
-    if any(not hasattr(kernel, "feature_names") for kernel in kernels) or not model.state_dict():
-        raise UnsupportedTable(
-            "the model is frozen (torch.jit.freeze, optimize_for_inference): its tables are "
-            "constants of the code, which can't be followed. Give the scripted model without that"
-        )
-
-
-def find_kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the inference kernels of a model: the owner's path, the kernel, and the configuration
-    of its shards, None if the kernel is not sharded.
-
-    Raises:
-        UnsupportedTable: a kernel is of a kind that can't be followed.
-    """
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        configs = getattr(module, "_tbes_configs", None) or {}
-        hidden = list(getattr(module, "_emb_modules", None) or ()) + list(configs)
-        held = [(path, kernel) for kernel in hidden]
-        if _type_name(module) in _KERNELS or _is_other_kernel(module):
-            owner = path.rpartition(".")[0]
-            held.append((owner.removesuffix("tbes").rstrip("."), module))
-        for owner, kernel in held:
-            if not (_type_name(kernel) in _KERNELS or _is_other_kernel(kernel)):
-                continue
-            where = _address(kernel)
-            if where in seen:
-                continue
-            seen.add(where)
-            if _type_name(kernel) not in _KERNELS:
-                raise UnsupportedTable(
-                    f"{owner or 'the model'} has tables in {_type_name(kernel)}, which can't be "
-                    "followed: give a model made by quantize_inference_model, or an unsharded one"
-                )
-            yield owner, kernel, configs.get(kernel)
 
 
 def quantized_tables(model: nn.Module) -> list[ServedTable]:
@@ -202,17 +158,37 @@ def quantized_tables(model: nn.Module) -> list[ServedTable]:
             if known.form != table.form or config is None:
                 raise UnsupportedTable(
                     f"table {known.path!r} is in two kernels as {known.form} and {table.form}: "
-                    "only shards by rows can be followed"
+                    "only shards by rows or columns can be followed"
                 )
             known.parts += table.parts
     for table in found.values():
-        table.parts.sort(key=lambda part: part.first)
-        ends = [part.first + part.rows for part in table.parts]
-        if [part.first for part in table.parts] != [0, *ends[:-1]]:
+        _check_whole(table)
+    return list(found.values())
+
+
+def _check_whole(table: ServedTable) -> None:
+    """Sort the parts of a table, and refuse a table of which parts are missing.
+
+    Raises:
+        UnsupportedTable: says what is missing.
+    """
+    table.parts.sort(key=lambda part: (part.columns or (0, 0), part.first))
+    by_columns: dict[tuple[int, int], int] = {}
+    for part in table.parts:
+        columns = part.columns or (0, table.form.dim)
+        if part.first != by_columns.setdefault(columns, 0):
             raise UnsupportedTable(
                 f"table {table.path!r}: this process holds only some of its rows"
             )
-    return list(found.values())
+        by_columns[columns] += part.rows
+    starts, ends = [start for start, _ in by_columns], [end for _, end in by_columns]
+    if starts != [0, *ends[:-1]] or ends[-1] != table.form.dim or len({*by_columns.values()}) > 1:
+        raise UnsupportedTable(
+            f"table {table.path!r} of {table.form.dim} columns is sharded into the columns "
+            f"{sorted(by_columns)}: TorchRec takes the bytes of its rows for columns, unless "
+            "quant_prep_enable_quant_state_dict_split_scale_bias_for_types was called before it "
+            "was quantized"
+        )
 
 
 def float_table(path: str, weight: torch.Tensor) -> ServedTable:
@@ -246,20 +222,37 @@ def _kernel_table(kernel: Any, number: int, owner: str, name: str, config: Any) 
             "int4, int2, fp16 or fp32"
         )
     bits, dtype = _BITS.get(kind), _FLOATS.get(kind, torch.uint8)
-    alignment = int(kernel.row_alignment)
-    form = RowForm(dim, bits, dtype, 0, not getattr(kernel, "reverse_qparam", False))
-    stride = -(-form.width // alignment) * alignment
-    form = RowForm(dim, bits, dtype, stride, form.scale_first)
     if bits is not None and int(kernel.scale_bias_size_in_bytes) != 4:
         raise UnsupportedTable(
             f"table {path!r}: scale and bias take "
             f"{kernel.scale_bias_size_in_bytes} bytes a row, expected 4"
         )
-    memory = _memory(kernel, number, path, rows * stride).view(rows, stride)
+    alignment, scale_first = int(kernel.row_alignment), not getattr(kernel, "reverse_qparam", False)
+    form = RowForm(dim, bits, dtype, 0, scale_first)
+    form = replace(form, stride=-(-form.width // alignment) * alignment)
+    memory = _memory(kernel, number, path, rows * form.stride).view(rows, form.stride)
     remap = _remap(kernel, number, path)
-    first = _first_row(config, number, path, dim)
-    part = Part(first, rows if remap is None else len(remap), memory, remap)
+    part = Part(0, rows if remap is None else len(remap), memory, remap)
+    if config is not None:
+        form, part = _placed(form, part, config.embedding_tables[number])
     return ServedTable(owner, name, form, [part])
+
+
+def _placed(form: RowForm, part: Part, shard: Any) -> tuple[RowForm, Part]:
+    """Return the form of a table's whole rows, and a shard's part with its place in the table.
+
+    Args:
+        shard: TorchRec's configuration of the shard.
+    """
+    if shard.local_metadata is None:
+        return form, part
+    row, column = map(int, shard.local_metadata.shard_offsets)
+    part = replace(part, first=row)
+    if shard.embedding_dim == form.dim:
+        return form, part
+    part = replace(part, columns=(column, column + form.dim))
+    form = replace(form, dim=int(shard.embedding_dim))
+    return replace(form, stride=form.width), part
 
 
 def _memory(kernel: Any, number: int, path: str, size: int) -> torch.Tensor:
@@ -298,20 +291,6 @@ def _remap(kernel: Any, number: int, path: str) -> np.ndarray | None:
     return found
 
 
-def _first_row(config: Any, number: int, path: str, dim: int) -> int:
-    """Return the table's row that a kernel's shard begins with."""
-    if config is None:
-        return 0
-    table = config.embedding_tables[number]
-    if table.embedding_dim != dim or (table.local_cols or dim) != dim:
-        raise UnsupportedTable(
-            f"table {path!r} is sharded by columns ({dim} of {table.embedding_dim}), which share "
-            "one scale: shard it by rows, or as a whole"
-        )
-    metadata = table.local_metadata
-    return 0 if metadata is None else int(metadata.shard_offsets[0])
-
-
 def _pruned(model: nn.Module, owner: str) -> set[str]:
     """Return the tables of a collection whose last rows TorchRec has cut off."""
     try:
@@ -326,26 +305,6 @@ def _pruned(model: nn.Module, owner: str) -> set[str]:
         for config in configs
         if getattr(config, "num_embeddings_post_pruning", None) is not None
     }
-
-
-def _type_name(module: object) -> str:
-    return str(getattr(module, "original_name", type(module).__name__))
-
-
-def _is_other_kernel(module: object) -> bool:
-    """Tell whether a module is a kernel of FBGEMM's that holds tables in a way of its own."""
-    name = _type_name(module)
-    return name.startswith(("SplitTableBatched", "DenseTableBatched", "SSDTableBatched")) or (
-        name.startswith(("KVEmbedding", "IntNBit", "SSDIntNBit")) and name not in _KERNELS
-    )
-
-
-def _address(kernel: Any) -> int:
-    """Return what two views of one kernel have in common: its memory, or itself."""
-    weights = getattr(kernel, "weights_host", None)
-    if weights is not None and weights.numel():
-        return int(weights.data_ptr())
-    return id(kernel)
 
 
 def _run(places: np.ndarray) -> np.ndarray | slice:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.examples import examples, some_of
 from tests.unit.quantized_rows import decoded, random_rows, spoil, threads
 from torchrec_checknrun.codecs import (
     Bf16,
@@ -108,8 +108,10 @@ def test_ids_choose_rows_in_any_order(
 
 
 @every_codec
-@pytest.mark.parametrize("by_id", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("by_id", "dtype"),
+    some_of([(by_id, d) for by_id in (False, True) for d in (torch.float32, torch.float16)], 0, 3),
+)
 def test_memory_for_the_bytes(codec: Codec, by_id: bool, dtype: torch.dtype) -> None:
     """Use given memory if large enough, at any alignment, and no more than the encoded size."""
     rows = random_rows(3, 50, 13).to(dtype)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.examples import examples, some_of
 from tests.unit.quantized_rows import (
     decoded,
     random_rows,
@@ -211,8 +211,10 @@ def test_without_row_wise_adagrad_the_width_is_fixed(
     assert codec.value_bits == width
 
 
-@pytest.mark.parametrize("octaves", [40, 0])
-@pytest.mark.parametrize(("dim", "mean"), [(4, 0.0), (64, 3.0), (130, 0.0)])
+@pytest.mark.parametrize(
+    ("dim", "mean", "octaves"),
+    some_of([(d, m, o) for d, m in ((4, 0.0), (64, 3.0), (130, 0.0)) for o in (40, 0)], 0, 3, 4),
+)
 @pytest.mark.parametrize(
     "codec",
     [ImportanceWeighted(), ImportanceWeighted(mean_bits=3), ImportanceWeighted(offset=3.0)],

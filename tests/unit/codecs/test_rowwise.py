@@ -1,5 +1,6 @@
 """Check row-wise quantization: error bounds, hard rows, stability."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.examples import examples, some_of
 from tests.unit.quantized_rows import (
     DTYPES,
     LEAST,
@@ -120,8 +121,13 @@ def test_exceptions_are_the_rows_that_are_not_held(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38, -65504.004])
-@pytest.mark.parametrize("place", [(0, 0), (2, 7), (199, 36)])
+@pytest.mark.parametrize(
+    ("value", "place"),
+    some_of(
+        itertools.product([NAN, INF, -INF, 3e38, -65504.004], [(0, 0), (2, 7), (199, 36)]),
+        *(0, 4, 8, 9, 13),
+    ),
+)
 def test_a_row_that_would_be_destroyed_is_an_exception(
     bits: int, method: str, value: float, place: tuple[int, int]
 ) -> None:
@@ -152,8 +158,10 @@ def test_the_largest_magnitudes(bits: int, method: str) -> None:
         assert bool((error <= error_bound(rows, bits, method == "symmetric")).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [1, 2, 7, 16, 130])
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    some_of(itertools.product([1, 2, 7, 16, 130], DTYPES), 0, 5, 7, 9, 14),
+)
 @pytest.mark.parametrize(("bits", "method"), ALL)
 def test_constant_rows_are_as_exact_as_scale_and_bias(
     bits: int, method: str, dim: int, dtype: torch.dtype

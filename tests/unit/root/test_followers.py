@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from torchrec_checknrun.root.followers import (
     HOLD_SECONDS,
     MOST_HELD,
     MOST_RENEWALS,
+    RENEW_SECONDS,
     Announcement,
     announced,
     held_by_followers,
@@ -55,17 +57,42 @@ def test_a_silent_follower_holds_nothing_for_long(tmp_path: Path) -> None:
     assert held_by_followers(root, [old.id, new.id]) == set()
 
 
-def test_a_follower_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followers, "RENEW_SECONDS", 0.0)
+class Clock(SimpleNamespace):
+    """The clock of a follower's process."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("seconds", [RENEW_SECONDS + 1, HOLD_SECONDS - 10])
+def test_a_follower_that_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Renewed for hours, as often as possible or as seldom, a record keeps a chain for one."""
+    clock = Clock()
+    monkeypatch.setattr(followers, "time", clock)
     root = Folder(tmp_path)
     old = put(root, 1)
     reading = Announcement(root, old.id)
-    for _ in range(MOST_RENEWALS):
+    new, began = put(root, 2), clock.now
+    held = 0.0
+
+    def is_kept() -> bool:
+        (record,) = records(tmp_path)
+        for path in (record, tmp_path / new.id / MANIFEST_NAME):
+            os.utime(path, (clock.now, clock.now))  # the store's clock
+        return old.id in prune(root, Retention(keep=1), dry_run=True).verdict.keep
+
+    while clock.now < began + 3 * 3600:
+        if is_kept():
+            held = clock.now - began
+        clock.now += seconds
         reading.renew()
-    assert held_by_followers(root, [old.id]) == {old.id}
-    reading.renew()
-    assert held_by_followers(root, [old.id]) == set()
-    assert len(records(tmp_path)) == 1
+    assert held > 0.9 * MOST_RENEWALS * RENEW_SECONDS
+    assert held <= MOST_RENEWALS * RENEW_SECONDS + HOLD_SECONDS
+    assert set(prune(root, Retention(keep=1)).verdict.delete) == {old.id}
 
 
 def test_many_followers_hold_the_newest_few(tmp_path: Path) -> None:

@@ -215,3 +215,20 @@ def differences(follower: Follower, wanted: nn.Module) -> list[str]:
         if not torch.equal(model(every_row()), wanted(every_row())):
             found.append("answers differ")
     return found
+
+
+def follows(job: Job, root: Path, follower: Follower, bits: int) -> None:
+    """Train and follow; compare answers for every row with a model made from scratch."""
+    for seed in (1, 2):
+        job.train(seed)
+        job.save()
+        version = follower.poll()
+        assert version is not None
+        assert version.error is None
+        wanted = restored(root)
+        with follower.read() as (model, _), torch.no_grad():
+            sequence = hasattr(model, "ec") and model.ec is not None
+            if not sequence:
+                wanted.ec = None
+            # A sharded model divides its batch by features, as its plan says.
+            assert torch.equal(model(every_row()), quantized(wanted, bits)(every_row()))

@@ -11,12 +11,10 @@ import torch
 import torchrec
 from torch import nn
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from torchrec.distributed.global_settings import set_propogate_device
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingPlan, ShardingType
-from torchrec.inference.modules import quantize_inference_model, shard_quant_model
+from torchrec.distributed.types import ShardingPlan
+from torchrec.inference.modules import quantize_inference_model
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -41,7 +39,7 @@ from tests.unit.serve.served import (
     Net,
     batch,
     differences,
-    every_row,
+    follows,
     kernels,
     quantized,
     restored,
@@ -79,23 +77,6 @@ def reloaded(model: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     return torch.jit.load(file)
 
 
-def follows(job: Job, root: Path, follower: Follower, bits: int) -> None:
-    """Train and follow; compare answers for every row with a model made from scratch."""
-    for seed in (1, 2):
-        job.train(seed)
-        job.save()
-        version = follower.poll()
-        assert version is not None
-        assert version.error is None
-        wanted = restored(root)
-        with follower.read() as (model, _), torch.no_grad():
-            sequence = hasattr(model, "ec") and model.ec is not None
-            if not sequence:
-                wanted.ec = None
-            # A sharded model divides its batch by features, as its plan says.
-            assert torch.equal(model(every_row()), quantized(wanted, bits)(every_row()))
-
-
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("make", [scripted, loaded])
 @pytest.mark.parametrize("copies", [1, 2])
@@ -114,53 +95,12 @@ def test_frozen_is_refused(tmp_path: Path, freeze: Any, copies: int) -> None:
             Follower(tmp_path, model, copies=copies)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_sharded(tmp_path: Path, job: Job, bits: int) -> None:
-    set_propogate_device(True)
-    plain = quantized(Net(sequence=False), bits)
-    model, _ = shard_quant_model(plain, compute_device="cpu", sharding_device="cpu")
-    follower = Follower(tmp_path, model)
-    follows(job, tmp_path, follower, bits)
-    for module in follower._copies.replica.tables.values():
-        assert module.form.stride == module.form.width  # rows are not aligned there
-
-
-def on_two(kind: ShardingType, tables: tuple[str, ...]) -> nn.Module:
-    """Shard a model for two devices, which are both this process's CPU."""
-    set_propogate_device(True)
-    wanted = ParameterConstraints(
-        sharding_types=[kind.value], compute_kernels=["quant"], min_partition=8
-    )
-    model, _ = shard_quant_model(
-        quantized(Net(sequence=False), 8),
-        world_size=2,
-        compute_device="cpu",
-        sharding_device="cpu",
-        constraints=dict.fromkeys(tables, wanted),
-    )
-    return model
-
-
-def test_sharded_by_columns_is_refused(tmp_path: Path) -> None:
-    model = on_two(ShardingType.COLUMN_WISE, ("mean", "tall"))
-    with pytest.raises(UnsupportedTable, match=r"'ebc\.mean' is sharded by columns \(8 of 16\)"):
-        Follower(tmp_path, model)
-
-
 def test_tables_in_unified_memory_are_refused(tmp_path: Path) -> None:
     model = quantized(Net(sequence=False), 8)
     kernel = kernels(model)[0]
     kernel.weights_uvm, kernel.weights_host = kernel.weights_host, torch.empty(0).byte()
     with pytest.raises(UnsupportedTable, match=r"'ebc\.wide': its kernel keeps rows in .* a cache"):
         Follower(tmp_path, model)
-
-
-def test_sharded_by_rows(tmp_path: Path, job: Job) -> None:
-    model = on_two(ShardingType.ROW_WISE, ("wide", "mean", "tall"))
-    follower = Follower(tmp_path, model)
-    parts = [len(table.parts) for table in follower._copies.replica.tables.values()]
-    assert parts == [2, 2, 2]
-    follows(job, tmp_path, follower, 8)
 
 
 def test_types_by_table(tmp_path: Path, job: Job) -> None:

@@ -135,17 +135,17 @@ def test_each_answer_is_of_one_version(
     assert count > 0
 
 
-def into_the_served_copy(self: TwoCopies, closing: object, seconds: float) -> Any:
+def into_the_served_copy(self: TwoCopies, *_: object) -> Any:
     return self._served
 
 
-def without_waiting(self: TwoCopies, closing: object, seconds: float) -> Any:
-    self._idle.catch_up(self._served)
+def without_waiting(self: TwoCopies, closing: object, seconds: float, rest: Any) -> Any:
+    self._idle.catch_up(self._served, rest)
     time.sleep(0.01)
     return self._idle
 
 
-def show_at_once(self: OneCopy, version: Any, closing: object, seconds: float) -> None:
+def show_at_once(self: OneCopy, version: Any, *_: object) -> None:
     assert self._staged is not None
     self._staged.apply()
     self.version = version
@@ -183,7 +183,7 @@ def test_who_is_inside_is_waited_for(published: Any, tmp_path: Path) -> None:
     root, answers = published
     target = tmp_path / "published"
     target.mkdir()
-    follower = Follower(target, quantized(Net(rows=ROWS), 4), timeout_seconds=0.2)
+    follower = Follower(target, quantized(Net(rows=ROWS), 4), timeout_seconds=1.0)
     steps = publish(root, target)
     next(steps)
     follower.poll()
@@ -213,7 +213,7 @@ def test_one_copy_waits_for_who_is_inside(published: Any, tmp_path: Path) -> Non
     root, answers = published
     target = tmp_path / "published"
     target.mkdir()
-    follower = Follower(target, quantized(Net(rows=ROWS), 4), copies=1, timeout_seconds=0.2)
+    follower = Follower(target, quantized(Net(rows=ROWS), 4), copies=1, timeout_seconds=1.0)
     steps = publish(root, target)
     next(steps)
     follower.poll()

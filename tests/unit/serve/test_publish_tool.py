@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.unit.console import Console
 from tests.unit.serve.served import Job, Net, differences, kernels, quantized, restored
 from torchrec_checknrun import Follower, Full, Intermittent, OneShot, Quantization, compact, verify
 from torchrec_checknrun.errors import IncompatibleCheckpoint, StorageFailed
+from torchrec_checknrun.format.manifest import Header, Manifest
 from torchrec_checknrun.root import prune
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import read_manifest
@@ -201,6 +203,38 @@ def test_old_publications_are_deleted(roots: tuple[Path, Path], console: Console
     with pytest.raises(ValueError, match="keep must be at least 1"):
         publish(roots[0], roots[1], keep=0)
     job.saver.close()
+
+
+def test_one_of_every_so_many_hours_is_kept(
+    roots: tuple[Path, Path], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the times at which the checkpoints were saved, a quarter of an hour apart."""
+    job = trained(roots[0], saves=0, policy=Full())
+    words = ("publish", roots[0], roots[1], "--keep", 1, "--keep-hours", 1)
+    begin = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
+    made = Manifest.of
+
+    def dated(header: Header, **fields: Any) -> Manifest:
+        if fields["created_by"].endswith("(publish)"):
+            return made(header, **fields)
+        minutes = 15 * (header.step - 1)
+        return made(header, **fields | {"created_at": str(begin + timedelta(minutes=minutes))})
+
+    monkeypatch.setattr(Manifest, "of", dated)
+    for seed in range(7):
+        job.train(seed)
+        job.save()
+        console.json(*words)
+    job.saver.close()
+    names = {path.parent.name for path in roots[1].glob("*/manifest.json")}
+    steps = sorted(read_manifest(Folder(roots[1]), name).step for name in names)
+    assert steps == [1, 5, 7]  # the first of each hour, and the newest
+    refused = console.run("publish", roots[0], roots[1], "--keep-hours", 1)
+    assert (refused.code, "--keep-hours needs --keep" in refused.err) == (2, True)
+    refused = console.run(*words[:-1], -1)
+    assert (refused.code, "every_hours must be positive" in refused.err) == (2, True)
+    with pytest.raises(ValueError, match="every_hours needs keep"):
+        publish(roots[0], roots[1], every_hours=1)
 
 
 def test_the_console_tool(roots: tuple[Path, Path], console: Console) -> None:

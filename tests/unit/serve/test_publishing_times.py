@@ -15,6 +15,7 @@ from tests.unit.serve import test_publishing
 from tests.unit.serve.served import Net, differences, quantized
 from tests.unit.serve.test_publishing import Roots, manifests, plain, publisher, publishing
 from torchrec_checknrun import Follower
+from torchrec_checknrun.run import publisher as run_publisher
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
 
@@ -117,4 +118,38 @@ def test_publications_by_the_clock(
             assert version.step == seed + 1
             assert differences(follower, quantized(plain(job), 2)) == []
     assert caplog.text.count("published: ") == 4
+    job.saver.close()
+
+
+def test_a_restore_while_a_publication_is_on_its_way(
+    roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the publication, which is of a state that was; the next one is a base."""
+    job = publishing(roots)
+    follower = Follower(roots[1], quantized(Net(), 4))
+    job.train(1)
+    job.save()
+    first = quantized(plain(job), 4)
+    test_publishing.publish(job)
+    job.train(2)
+    second = quantized(plain(job), 4)
+    with stuck(monkeypatch, roots[1]) as go:
+        assert job.saver.publish(wait=False) is None
+        await_save = run_publisher.await_save
+
+        def waits(*arguments: Any) -> None:
+            go.set()
+            await_save(*arguments)
+
+        monkeypatch.setattr(run_publisher, "await_save", waits)
+        assert not go.is_set()
+        job.saver.restore()
+        assert go.is_set()
+    follower.poll()
+    assert differences(follower, second) == []
+    assert test_publishing.publish(job).kind == "full"
+    version = follower.poll()
+    assert version is not None
+    assert (version.step, version.whole) == (1, True)
+    assert differences(follower, first) == []
     job.saver.close()

@@ -1,0 +1,227 @@
+"""A follower's thread uses its share of a core, in short slices, and nobody waits for its rests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.serve.served import Job, Net, differences, quantized, restored
+from torchrec_checknrun import Follower
+from torchrec_checknrun.native import BLOCK_BYTES
+from torchrec_checknrun.serve.pace import SLICE_SECONDS, Pace
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+BARELY = 1e-9
+"""A share with which the first rest lasts for weeks."""
+
+
+class Clock:
+    """A clock, and the processor time of the one thread that there is."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.worked = 0.0
+        self.rests: list[float] = []
+        self.within: Callable[[], None] = lambda: None
+        """Called within each rest."""
+
+    def pace(self, share: float) -> Pace:
+        return Pace(share, now=lambda: self.now, worked=lambda: self.worked, wait=self._wait)
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        self.worked += seconds
+
+    def _wait(self, event: threading.Event, seconds: float) -> None:
+        assert not event.is_set()
+        self.within()
+        self.rests.append(seconds)
+        self.now += seconds
+
+
+class Working(Pace):
+    """A pace for which every call of ``rest`` comes after more than a slice of work."""
+
+    calls = 0
+
+    def __init__(self, share: float, clock: Clock) -> None:
+        self._clock = clock
+        super().__init__(
+            share, now=lambda: clock.now, worked=lambda: clock.worked, wait=clock._wait
+        )
+
+    def rest(self) -> None:
+        self.calls += 1
+        self._clock.work(1.5 * SLICE_SECONDS)
+        super().rest()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def job(root: Path) -> Job:
+    job = Job(root)
+    job.train(0)
+    job.save()
+    return job
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("step", [0.0001, 0.0015, 0.004, 0.1])
+def test_a_share_of_the_time_is_work(share: float, step: float) -> None:
+    clock = Clock()
+    pace = clock.pace(share)
+    for _ in range(500):
+        clock.work(step)
+        pace.rest()
+    assert clock.worked / clock.now == pytest.approx(share, rel=0.05)
+    longest = max(step, SLICE_SECONDS + step)
+    assert max(clock.rests) <= longest * (1 / share - 1) * 1.001
+
+
+def test_no_rest_with_a_whole_core() -> None:
+    clock = Clock()
+    pace = clock.pace(1.0)
+    clock.work(10.0)
+    pace.rest()
+    assert clock.rests == []
+
+
+def test_time_in_which_the_thread_waits_is_rest() -> None:
+    clock = Clock()
+    pace = clock.pace(0.25)
+    clock.work(0.010)
+    clock.now += 0.020  # of storage, or of predictions that come first
+    pace.rest()
+    assert clock.rests == pytest.approx([0.010])
+    clock.work(0.010)
+    clock.now += 5.0
+    pace.rest()
+    assert len(clock.rests) == 1
+    clock.work(0.010)  # what was waited for too long is no work in advance
+    pace.rest()
+    assert clock.rests[1:] == pytest.approx([0.030])
+
+
+def test_a_new_beginning_owes_nothing() -> None:
+    clock = Clock()
+    pace = clock.pace(0.5)
+    clock.work(10.0)
+    pace.begin()
+    pace.rest()
+    assert clock.rests == []
+
+
+def test_what_is_done_in_a_hurry_is_not_made_up_for() -> None:
+    clock = Clock()
+    pace = clock.pace(0.5)
+    with pace.hurried(), pace.hurried():
+        clock.work(10.0)
+        pace.rest()
+    assert clock.rests == []
+    clock.work(0.010)
+    pace.rest()
+    assert clock.rests == pytest.approx([0.010])
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_rests_hold_no_lock_that_predictions_need(root: Path, job: Job, copies: int) -> None:
+    clock = Clock()
+    follower = Follower(root, quantized(Net(), 8), copies=copies)
+    pace = follower._pace = Working(0.25, clock)
+
+    def predict() -> None:
+        def enter() -> None:
+            with follower.read():
+                entered.set()
+
+        entered = threading.Event()
+        threading.Thread(target=enter, daemon=True).start()
+        assert entered.wait(60)
+
+    clock.within = predict
+    for seed in (1, 2):
+        version = follower.poll(paced=True)
+        assert version is not None
+        assert version.error is None
+        assert differences(follower, quantized(restored(root), 8)) == []
+        job.train(seed)
+        job.save()
+    assert clock.rests
+    rests = len(clock.rests)
+    assert rests == pace.calls  # each came after a slice
+    assert follower.poll() is not None  # not paced
+    assert pace.calls > rests == len(clock.rests)
+
+
+def test_slices_are_short(tmp_path: Path) -> None:
+    """However large a chunk is: both copies are written block by block."""
+    rows = 60_000
+    job = Job(tmp_path, rows=rows, chunk_bytes=64 << 20)
+    job.save()
+    follower = Follower(tmp_path, quantized(Net(rows=rows), 8))
+    pace = follower._pace = Working(0.5, Clock())
+    follower.poll(paced=True)
+    sizes = [rows * table.form.stride for table in follower._copies.replica.tables.values()]
+    assert pace.calls > 2 * sum(size / BLOCK_BYTES for size in sizes)
+    job.saver.close()
+
+
+def test_the_share_of_a_thread(tmp_path: Path) -> None:
+    """Processor time against the clock: a loaded machine can only lower the share."""
+    rows, share = 200_000, 0.2
+    job = Job(tmp_path, rows=rows, chunk_bytes=1 << 20)
+    job.save()
+    job.saver.close()
+    follower = Follower(tmp_path, quantized(Net(rows=rows), 8), share=share)
+    found = []
+
+    def look() -> None:
+        began, worked = time.perf_counter(), time.thread_time()
+        follower.look()
+        found.append((time.thread_time() - worked) / (time.perf_counter() - began))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(60)
+    assert follower.version is not None
+    assert found[0] < 1.5 * share
+
+
+def test_nobody_waits_for_a_rest(root: Path, job: Job) -> None:
+    """``close`` ends the rests of the version on its way, and so does who polls meanwhile."""
+    for act in (Follower.close, Follower.poll):
+        resting = threading.Event()
+
+        def wait(
+            event: threading.Event, seconds: float, resting: threading.Event = resting
+        ) -> None:
+            resting.set()
+            assert event.wait(min(seconds, 60))
+
+        follower = Follower(root, quantized(Net(), 8), interval_seconds=0.01)
+        # Every call of rest() comes after some processor time.
+        follower._pace = Pace(BARELY, wait=wait)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torchrec_checknrun.serve.pace.SLICE_SECONDS", 0.0)
+            follower.start()
+            assert resting.wait(60)
+            before = follower.version
+            act(follower)
+            assert before is None
+            assert follower.version is not before
+            follower.close()
+        assert follower._thread is None
+
+
+def test_a_share_out_of_range(root: Path) -> None:
+    for share in (0.0, -0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="share must be above 0 and at most 1"):
+            Follower(root, Net(), share=share)
