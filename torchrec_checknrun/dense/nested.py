@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 from torch.optim import Optimizer
@@ -41,9 +42,14 @@ class NestedOptimizer:
         dense: Callable[[Optimizer], DenseOptimizer],
     ) -> None:
         self._outer = dense(optimizer)
-        self._inner: dict[str, DenseOptimizer | _OwnForm] = {
-            path: dense(hidden) if is_known(hidden) else _OwnForm(hidden)
-            for path, hidden in hidden_optimizers(optimizer).items()
+        self._is_known, self._dense = is_known, dense
+
+    @cached_property
+    def _inner(self) -> dict[str, DenseOptimizer | _OwnForm]:
+        """The hidden optimizers, in the nest as the outermost one has last seen it."""
+        return {
+            path: self._dense(hidden) if self._is_known(hidden) else _OwnForm(hidden)
+            for path, hidden in hidden_optimizers(self._outer.nest).items()
         }
 
     def stored(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torchrec_checknrun.dense.tree import (
     nodes,
     own_parameters,
     parameters_of,
+    shown,
 )
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.errors import IncompatibleCheckpoint
@@ -91,19 +93,26 @@ class DenseOptimizer:
         self._saved_groups = SavedGroups({})
         self._beside: dict[str, Any] = {}
 
+    @cached_property
+    def nest(self) -> list[Node]:
+        """The optimizers in the nest as it was at the first look, or as it is ``stored``."""
+        return all_nodes(self._state)
+
     def stored(self) -> dict[str, Any]:
         """Return the state in the stored form, with the live tensors."""
         # First: a user's own may change what is found next.
         given = state_dict_of(self._state, self._tables)
-        found = nodes(self._state)
+        self.nest = all_nodes(self._state)
+        found = shown(self.nest)
         parameters = list(self._parameters.of(found))
-        content = self._content(given, parameters)
+        made = {p.key: state for p in parameters if (state := p.state) is not None}
+        content = self._content(given, parameters, made)
         strict = not isinstance(self._state, KeyedOptimizer)
         content |= stored_groups(self._groups(found, parameters), strict)
         late = {
             p.key: type(p.optimizer).__name__
             for p in parameters
-            if not p.sharded and p.state is None
+            if not p.sharded and p.key not in made
         }
         references = References(self._kept_elsewhere(found, parameters))
         of_nodes = {node.identity: held(node, references) for node in found}
@@ -145,7 +154,9 @@ class DenseOptimizer:
         groups = self._groups(found, list(self._parameters.of(found)))
         self._changed |= check_groups(self._saved_groups, groups, path, strict, tables)
         check_wrappers(tree_items(stored.get(WRAPPERS)), found, path, strict)
-        content = self._content(self._state.state_dict(), list(self._parameters))
+        parameters = list(self._parameters)
+        made = {p.key: state for p in parameters if (state := p.state) is not None}
+        content = self._content(self._state.state_dict(), parameters, made)
         left_out = self._kept | self._own().keys()
         live = {k: v for k, v in content["state"].items() if k not in left_out}
         live |= dict.fromkeys(self._own().keys() & saved.keys())
@@ -273,24 +284,29 @@ class DenseOptimizer:
         else:
             mapping[parameter.parameter] = state
 
-    def _content(self, given: Any, parameters: Sequence[Parameter]) -> dict[str, Any]:
+    def _content(
+        self, given: Any, parameters: Sequence[Parameter], made: Mapping[Key, dict[str, Any]]
+    ) -> dict[str, Any]:
         """Turn the state dict into one by keys, without groups and sharded parameters.
 
         State that TorchRec's state dict omits is added: state made after a combined optimizer was
         wrapped and combined again.
+
+        Args:
+            made: the parameters' state, by key.
         """
-        made = {p.key: dict(p.state) for p in parameters if p.state is not None}
         if self._is_own_form(given):
-            shown = References([value for _, value in leaves({_FORM: given}, (torch.Tensor,))])
-            made = {k: v for k, v in made.items() if not _is_shown(v, shown)}
+            form = References([value for _, value in leaves({_FORM: given}, (torch.Tensor,))])
+            made = {k: v for k, v in made.items() if not _is_shown(v, form)}
             content: dict[str, Any] = {_FORM: given, "state": {}}
         else:
             content = self._by_key(given)
         content.pop(GROUPS, None)
-        content["state"] = {**made, **content["state"]}
+        listed = content["state"]
+        state = {key: listed[key] if key in listed else dict(own) for key, own in made.items()}
         left_out = {p.key for p in parameters if p.sharded}
-        content["state"] = {k: v for k, v in content["state"].items() if k not in left_out}
-        return content
+        state = {k: v for k, v in {**state, **listed}.items() if k not in left_out}
+        return {**content, "state": state}
 
     def _own(self) -> dict[Key, tuple[Node, torch.Tensor]]:
         """Return the parameters that wrappers made for themselves, by key of their state."""

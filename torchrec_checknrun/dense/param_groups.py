@@ -29,6 +29,8 @@ GROUPS, OWNERS = "param_groups", "param_groups_of"
 """Stored keys: the groups, and for each group its optimizer's identity."""
 _OF_GROUP = ("params", "param_names")
 """Keys of a group's dict that list its parameters; all other keys are options."""
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types of most options, which can be stored."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ def stored_groups(groups: Sequence[Group], strict: bool) -> dict[str, Any]:
     for group in groups:
         options = options_of(group.content)
         for name, value in list(options.items()) if not strict else ():
+            if type(value) in _PLAIN:
+                continue
             try:
                 encode_state(value, name)
             except UnsupportedState as error:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from torchrec_checknrun.dense.tree import Node, names_table
+from torchrec_checknrun.dense.tree import WEIGHT, Node, names_table
 from torchrec_checknrun.values.state import SHARDED
 
 
@@ -63,12 +65,15 @@ def _parts(optimizer: CombinedOptimizer, prefix: str) -> Iterator[tuple[str, Key
 
 def _is_of_tables(prefix: str, part: KeyedOptimizer, tables: Collection[str]) -> bool:
     """Return whether a part's state is nothing but sharded state of these tables."""
-    return (
-        isinstance(part, FusedOptimizer)
-        and all(names_table(_key(name, prefix), tables) for name in part.params)
-        and all(
-            isinstance(value, SHARDED) for state in part.state.values() for value in state.values()
-        )
+    if not isinstance(part, FusedOptimizer):
+        return False
+    values = chain.from_iterable(map(methodcaller("values"), part.state.values()))
+    if not all(issubclass(kind, SHARDED) for kind in set(map(type, values))):
+        return False
+    start = f"{prefix}." if prefix else ""
+    weights = {f"{table}{WEIGHT}" for table in tables}
+    return {f"{start}{name}" for name in part.params} <= weights or all(
+        names_table(_key(name, prefix), tables) for name in part.params
     )
 
 

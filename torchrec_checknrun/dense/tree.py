@@ -8,8 +8,8 @@ another one in any attribute, and torch's state dict shows only the outermost on
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,6 +25,8 @@ HOOKS = re.compile(r"^_optimizer_.*_hooks$")
 """Names of the attributes that hold an optimizer's hooks."""
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.Tensor})
 """Types of values that hold no optimizer."""
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+"""Types of values that hold none if they are empty, such as most optimizers' hooks."""
 _DEEPEST = 3
 """Levels of lists and dicts that are searched for optimizers."""
 
@@ -155,7 +157,12 @@ def nodes(optimizer: Optimizer) -> list[Node]:
 
     Of fused optimizers only the outermost is listed; ``hidden_optimizers`` are left out.
     """
-    return [node for node in all_nodes(optimizer) if not node.hidden]
+    return shown(all_nodes(optimizer))
+
+
+def shown(nest: Iterable[Node]) -> list[Node]:
+    """List those of ``all_nodes`` whose state the outermost one's state dict shows."""
+    return [node for node in nest if not node.hidden]
 
 
 def all_nodes(optimizer: Optimizer) -> list[Node]:
@@ -163,17 +170,20 @@ def all_nodes(optimizer: Optimizer) -> list[Node]:
     return list(_walk(optimizer))[::-1]
 
 
-def hidden_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+def hidden_optimizers(nest: Sequence[Node]) -> dict[str, Optimizer]:
     """Find the optimizers in a nest whose state the outermost one's state dict doesn't show.
 
     SAM's and Lookahead's base optimizer, for instance. Fused ones are left out: their state goes
     with the tables.
 
+    Args:
+        nest: from ``all_nodes``.
+
     Returns:
         The optimizers by identity and attribute, ``SAM.base_optimizer``, the outer ones first.
     """
     found: dict[str, Optimizer] = {}
-    for node in _walk(optimizer):
+    for node in reversed(nest):
         if node.hidden and not node.fused:
             found.setdefault(node.hidden, node.optimizer)
     return found
@@ -189,7 +199,8 @@ def inner_optimizers(owner: object) -> dict[str, Optimizer]:
         return dict(owner.optimizers)
     found: dict[str, Optimizer] = {}
     for name, value in getattr(owner, "__dict__", {}).items():
-        if name not in _TORCHS:
+        kind = type(value)
+        if not (name in _TORCHS or kind in _PLAIN or (kind in _CONTAINERS and not value)):
             found.update(_optimizers_in(value, name))
     return {name: inner for name, inner in found.items() if inner is not owner}
 

@@ -204,9 +204,10 @@ def _give_back_rest(
 
 def _own(node: Node) -> dict[str, torch.Tensor]:
     """Return a wrapper's own parameters, if their state is stored with the wrapper."""
-    if node.fused or node.steps or not isinstance(node.optimizer.state, MutableMapping):
+    if node.fused or node.steps:
         return {}
-    return own_parameters(node)
+    own = own_parameters(node)
+    return own if own and isinstance(node.optimizer.state, MutableMapping) else {}
 
 
 def _is_state(node: Node, name: str) -> bool:

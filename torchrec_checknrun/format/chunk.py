@@ -11,6 +11,7 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,10 +35,8 @@ from torchrec_checknrun.values.state import (
     MOST_DEPTH,
     MOST_DIMENSIONS,
     TORCH_DTYPES,
-    RawViews,
     Tree,
     decode_state,
-    encode_state,
 )
 
 DECODED_BYTES = 64 << 20
@@ -70,6 +69,11 @@ class EncodedChunk(io.BytesIO):
         self.entry = entry
         self.pieces = pieces
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each piece."""
+        return [p.nbytes if type(p) is memoryview else len(p) for p in self.pieces]
+
     def encode(self) -> EncodedChunk:
         """Return this chunk: it takes the place of jobs that encode their chunk only when asked."""
         return self
@@ -84,24 +88,6 @@ def state_chunk(
 ) -> EncodedChunk:
     """Wrap an encoded state object as a chunk; ``rank`` is None for a replicated object."""
     return EncodedChunk(StateEntry(name=name, rank=rank, tree=tree), pieces)
-
-
-def encode_state_chunk(
-    name: str, rank: int | None, value: object, views: RawViews | None = None
-) -> tuple[EncodedChunk, Tree]:
-    """Encode a state object as a chunk; ``rank`` is None for a replicated object.
-
-    Args:
-        views: knows the bytes of tensors that were encoded before.
-
-    Returns:
-        The chunk, and the object's tree.
-
-    Raises:
-        UnsupportedState: the object holds a value that can't be stored.
-    """
-    tree, pieces = encode_state(value, name, views)
-    return state_chunk(name, rank, tree, pieces), tree
 
 
 def decode_state_chunk(entry: StateEntry | CollisionsEntry, payload: bytes | memoryview) -> Any:

@@ -233,7 +233,7 @@ class Share:
 
     def selected(self, since: int) -> Selected:
         """Return what was marked for a consumer at the cut, whether it was taken or not."""
-        return tuple((layer, since) for layer, bits in self.layers if bits & since)
+        return tuple([(layer, since) for layer, bits in self.layers if bits & since])
 
     def taken(self) -> Selected:
         """Return what the cut has taken away."""

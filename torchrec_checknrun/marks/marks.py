@@ -152,7 +152,7 @@ class Marks:
         Args:
             share: empty; holds what is needed for ``give_back`` before anything is taken.
         """
-        if len(self.layers) >= _MOST_LAYERS:
+        if len(self._state.layers) >= _MOST_LAYERS:
             self.consolidate()
         with self._lock:
             spare, self._spare = self._spare, None
@@ -235,11 +235,11 @@ class Marks:
     @staticmethod
     def _take(share: Share, layers: Sequence[Layer]) -> None:
         """Note the layers in the share, then take its consumers' bits, in this order."""
-        share.layers = tuple((layer, layer.bits) for layer in layers if layer.bits)
-        taken = share.taken()
-        for layer, _ in taken:
+        share.layers = tuple([(layer, bits) for layer in layers if (bits := layer.bits)])
+        taken = [layer for layer, bits in share.layers if bits & share.consumers]
+        for layer in taken:
             layer.take_part(share)
-        for layer, _ in taken:
+        for layer in taken:
             layer.bits &= ~share.consumers
 
     def _counting(self, consumers: int) -> Selected:

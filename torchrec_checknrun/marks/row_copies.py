@@ -236,7 +236,7 @@ class KernelCopies:
                 frozen = []
             elif not frozen:  # none: any byte without any bit
                 frozen = [(shard.states, 0)]
-            layout += [place, len(shard.tensors[0]), shard.generation, len(frozen)]
+            layout += [place, shard.tensors[0].size(0), shard.generation, len(frozen)]
             layout += [bits for _, bits in frozen]
             layout.append(len(shard.tensors))
             tensors += [marks for marks, _ in frozen]

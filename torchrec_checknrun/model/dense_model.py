@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.dense.buffers import buffer_names
+from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
+from torchrec_checknrun.values.state import Tree, encode_state
 
 if TYPE_CHECKING:
     from torchrec_checknrun.model.tracked import TrackedModel
@@ -39,6 +41,31 @@ class DensePart:
         return buffer_names(self.model, self.dense)
 
     @cached_property
+    def parameters(self) -> list[torch.Tensor]:
+        """The values that are no buffers.
+
+        Raises:
+            UnsupportedState: a value is no tensor.
+        """
+        for name, value in self.dense.items():
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedState(
+                    f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
+                    "which can't be restored into it: put it into a state object of its own"
+                )
+        return [value for name, value in self.dense.items() if name not in self.buffers]
+
+    @cached_property
+    def encoded(self) -> tuple[Tree, list[bytes | memoryview]]:
+        """The values encoded, see ``encode_state``; their bytes are the live memory if the part is
+        kept for the next checkpoint.
+
+        Raises:
+            UnsupportedState: a value can't be stored.
+        """
+        return encode_state(self.dense, MODEL)
+
+    @cached_property
     def names(self) -> dict[torch.Tensor, str]:
         """The names of the model's parameters."""
         return {parameter: name for name, parameter in self.model.named_parameters()}
@@ -59,6 +86,8 @@ class DenseModel:
         self._model, self._tracked, self._tree = model, tracked, tree
         self._found: DensePart | None = None
         self._generation = 0
+        self._stored = StoredTables((), ())
+        self._stored_at: tuple[int, ...] | None = None
 
     def find(self, refreshed: bool = False) -> DensePart:
         """Return the state as it is now.
@@ -74,16 +103,28 @@ class DenseModel:
             if now == self._generation:
                 return self._found
         live = {MODEL: self._model.state_dict()}
-        stored = StoredTables(self._tracked.tables, [s.local for s in self._tracked.shards])
+        stored = self.stored()
         dense = drop_tables(live[MODEL], stored)
         found = DensePart(self._model, dense, find_blocks(live, stored))
         self._generation = self._tree.generation()
         self._found = found if self._may_be_kept(found) else None
         return found
 
+    def stored(self) -> StoredTables:
+        """Return the names and memory of the tables, found again if shards or their memory are
+        others than the last time.
+        """
+        tracked, at = self._tracked, self._tracked.places()
+        if at is None or at != self._stored_at:
+            shards = [shard.local for shard in tracked.shards]
+            self._stored, self._stored_at = StoredTables(tracked.tables, shards), at
+        return self._stored
+
     def _may_be_kept(self, found: DensePart) -> bool:
         if not all(isinstance(value, torch.Tensor) for value in found.dense.values()):
             return False
         tensors = [tensor for _, tensor in leaves(found.dense, (torch.Tensor,))]
         tensors += [block.tensor for block in found.blocks]
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
+            return False  # shown by a copy
         return self._tree.holds(tensors) and self._tree.has_plain_state_dict()

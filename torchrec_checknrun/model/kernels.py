@@ -113,6 +113,7 @@ class Kernel:
         touches_other_rows: whether the fused optimizer may change rows that were not looked up.
         data_parallel: every rank has these tables, and a dense optimizer updates them.
         optimizers: the known dense optimizers, for data-parallel tables' state.
+        moves: grows whenever memory is found elsewhere, or ``shards`` are made to refer to it.
     """
 
     module: Any
@@ -121,6 +122,7 @@ class Kernel:
     touches_other_rows: bool
     data_parallel: bool = False
     optimizers: tuple[Optimizer, ...] = ()
+    moves: int = field(default=0, init=False, compare=False)
     _memory: KernelMemory | None = field(default=None, init=False, repr=False, compare=False)
     _in_shards: KernelMemory | None = field(default=None, init=False, repr=False, compare=False)
     """The memory that ``shards`` refer to; None while unknown."""
@@ -141,6 +143,7 @@ class Kernel:
         self._set(weights, _optimizer_states(self.module._emb_module, weights, self.optimizers))
 
     def _set(self, weights: list[torch.Tensor], states: list[dict[str, torch.Tensor]]) -> None:
+        self.moves += 1
         for shard, weight, state in zip(self.shards, weights, states, strict=True):
             shard.weight, shard.optimizer = weight.detach(), state
 
@@ -153,6 +156,7 @@ class Kernel:
         tbe = self.module._emb_module
         if self._memory is None or not self._memory.holds(tbe):
             self._memory = KernelMemory(tbe, self.module.split_embedding_weights())
+            self.moves += 1
         return self._memory
 
     @property

@@ -7,17 +7,23 @@ a small part of that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.composable.table_batched_embedding_slice import (
+    TableBatchedEmbeddingSlice,
+)
 
 from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.native import TensorPlaces
 
+_PLAIN = (torch.Tensor, nn.Parameter, TableBatchedEmbeddingSlice)
+"""Types of tensors that are all here, and of which nothing but their memory is looked at."""
 _LIBRARIES = frozenset({"torch", "torchrec", "fbgemm_gpu"})
 
 
@@ -30,14 +36,17 @@ class ModuleTree:
         self._known = False
         self._collections: list[Any] = []
         self._modules: list[nn.Module] = []
-        self._held: list[Collection[object]] = []
-        """Live views of the containers of all that is compared by identity."""
+        self._held: list[Any] = []
+        """The containers of all that is compared by identity, most of them empty."""
+        self._filled: list[Iterable[object]] = []
+        """Live views of those that were not empty when last looked at."""
         self._tensors: list[torch.Tensor] = []
         self._places = TensorPlaces(())
         self._sharded: list[object] = []
+        self._sizes: list[int] = []
         self._before: list[list[Any]] = []
         self._kept: list[object] = []
-        """An id is an object's only while the object lives."""
+        """What was in them."""
 
     def forget(self) -> None:
         """Take the model for changed."""
@@ -48,7 +57,7 @@ class ModuleTree:
         object, or memory of the model's state lies elsewhere or in another form, than when it was
         last asked for.
         """
-        if not (self._known and self._now() == self._before):
+        if not (self._known and self._holds_same() and self._now() == self._before):
             self._look()
             self._generation += 1
         return self._generation
@@ -97,18 +106,28 @@ class ModuleTree:
             for tensor in chain(module._parameters.values(), module._buffers.values())
             if tensor is not None
         ]
-        self._tensors = [t for t in tensors if type(t) in (torch.Tensor, nn.Parameter)]
-        self._sharded = [t for t in tensors if type(t) not in (torch.Tensor, nn.Parameter)]
+        self._tensors = [t for t in tensors if type(t) in _PLAIN]
+        self._sharded = [t for t in tensors if type(t) not in _PLAIN]
         self._places = TensorPlaces(self._tensors)
-        self._kept = [list(modules), *map(list, self._held)]
+        self._sizes = [*map(len, self._held)]
+        self._filled = [
+            h if isinstance(h, (set, list)) else h.values() for h in self._held if len(h)
+        ]
+        self._kept = [*chain.from_iterable(self._filled)]
         self._before = self._now()
         self._known = True
 
+    def _holds_same(self) -> bool:
+        """Return whether the containers hold the same objects, as many as before, found by loops in
+        C: a large model has thousands.
+        """
+        return [*map(len, self._held)] == self._sizes and all(
+            map(is_, chain.from_iterable(self._filled), self._kept)
+        )
+
     def _now(self) -> list[list[Any]]:
-        """Return all that is compared, found by loops in C: a large model has thousands."""
+        """Return all else that is compared."""
         return [
-            [*map(len, self._held)],
-            [*map(id, chain.from_iterable(self._held))],
             [id(collection._lookups) for collection in self._collections],
             [*self._places.layouts()],
             [
@@ -118,14 +137,14 @@ class ModuleTree:
         ]
 
 
-def _held(module: nn.Module) -> Iterator[Collection[object]]:
-    """Yield a module's containers that decide on its part of a state dict."""
-    yield module._modules.values()
-    yield module._parameters.values()
-    yield module._buffers.values()
+def _held(module: nn.Module) -> Iterator[Any]:
+    """Yield a module's dicts, and one set, that decide on its part of a state dict."""
+    yield module._modules
+    yield module._parameters
+    yield module._buffers
     yield module._non_persistent_buffers_set
-    yield module._state_dict_hooks.values()
-    yield module._state_dict_pre_hooks.values()
+    yield module._state_dict_hooks
+    yield module._state_dict_pre_hooks
 
 
 def _is_librarys(function: object) -> bool:

@@ -30,6 +30,8 @@ from torchrec_checknrun.values.state import MOST_DEPTH, SHARDED, TORCH_DTYPES
 
 MODEL = "model"
 """The state that holds the model's dense parameters."""
+_SIMPLE = frozenset({type(None), bool, int, float, str})
+"""Types of most values that are no tensors."""
 
 
 @dataclass
@@ -86,17 +88,20 @@ class StoredTables:
     Args:
         tables: names of all tables on all ranks.
         shards: the local shards that are written.
+
+    Attributes:
+        memory: addresses of the shards' storages.
     """
 
     def __init__(self, tables: Iterable[str], shards: Iterable[LocalShard]) -> None:
         self._tables = set(tables)
-        self._memory = {
+        self.memory = {
             tensor.untyped_storage().data_ptr() for shard in shards for tensor in shard.tensors
         }
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a local tensor is a view of table memory; an empty one always is."""
-        return not tensor.numel() or tensor.untyped_storage().data_ptr() in self._memory
+        return not tensor.numel() or tensor.untyped_storage().data_ptr() in self.memory
 
     def covers(self, value: object) -> bool:
         """Return whether a state-dict leaf is restored as table rows or blocks.
@@ -113,45 +118,96 @@ class StoredTables:
 
 
 def split_states(
-    live: dict[str, Any],
-    tables: Iterable[str],
-    shards: Iterable[LocalShard],
-    optimizers: Container[object] = (),
-) -> tuple[dict[str, Any], list[Block]]:
-    """Split states by name into their dense part and the blocks that this rank writes; what is
-    written as table rows is in neither. Arguments as of ``StoredTables`` and ``find_blocks``.
+    live: dict[str, Any], stored: StoredTables, optimizers: Container[object] = ()
+) -> tuple[dict[str, Any], list[Block], list[torch.Tensor]]:
+    """Split states by name into their dense part and the blocks that this rank writes, in one walk;
+    what is written as table rows is in neither.
+
+    Args:
+        optimizers: names of the optimizers' states, see ``find_blocks``.
+
+    Returns:
+        The dense part, see ``drop_tables``; the blocks; and the plain tensors in the dense part of
+        the optimizers.
 
     Raises:
         UnsupportedState: see ``find_blocks``.
     """
-    stored = StoredTables(tables, shards)
-    dense = {name: drop_tables(value, stored) for name, value in live.items()}
-    return dense, [b for b in find_blocks(live, stored, optimizers) if not b.replica]
+    dense: dict[str, Any] = {}
+    plain: list[torch.Tensor] = []
+    sharded: list[tuple[Path, Any]] = []
+    for name, value in live.items():
+        walk = _Walk(stored, sharded)
+        dense[name] = walk.dense(value, (name,))
+        if name in optimizers:
+            plain += walk.plain
+    return dense, [b for b in _blocks(sharded, stored, optimizers) if not b.replica], plain
 
 
-def drop_tables(value: Any, stored: StoredTables, depth: int = 0) -> Any:
+def drop_tables(value: Any, stored: StoredTables) -> Any:
     """Copy a state dict without sharded leaves (see ``find_blocks``) and data-parallel tables.
 
     Entries of the tables' optimizers are left out as well. In lists and tuples None takes their
     place.
     """
-    if isinstance(value, SHARDED):
-        return None
-    if type(value) in (list, tuple) and depth <= MOST_DEPTH:
-        return type(value)(drop_tables(item, stored, depth + 1) for item in value)
-    if not isinstance(value, dict) or depth > MOST_DEPTH:
+    return _Walk(stored, []).dense(value, ())
+
+
+class _Walk:
+    """A walk over a live state, which copies its dense part.
+
+    Attributes:
+        sharded: the sharded leaves that were left out, each with its path.
+        plain: the tensors in the copy.
+    """
+
+    def __init__(self, stored: StoredTables, sharded: list[tuple[Path, Any]]) -> None:
+        self._stored = stored
+        self.sharded = sharded
+        self.plain: list[torch.Tensor] = []
+
+    def dense(self, value: Any, path: Path) -> Any:
+        """Return a value's dense part, see ``drop_tables``."""
+        if type(value) is dict and len(path) <= MOST_DEPTH:  # most values that come here
+            return self._dict(value, path)
+        if isinstance(value, SHARDED):
+            self.sharded.append((path, value))
+            return None
+        if isinstance(value, torch.Tensor):
+            self.plain.append(value)
+        elif len(path) > MOST_DEPTH:
+            return value
+        elif type(value) in (list, tuple):
+            items = enumerate(value)
+            return type(value)(
+                [v if type(v) in _SIMPLE else self.dense(v, (*path, at)) for at, v in items]
+            )
+        elif isinstance(value, dict):
+            return self._dict(value, path)
         return value
-    kept = {}
-    for key, item in value.items():
-        if isinstance(item, torch.Tensor):  # most items
-            if not stored.covers(item):
+
+    def _dict(self, value: dict[Any, Any], path: Path) -> dict[Any, Any]:
+        kept = {}
+        memory = self._stored.memory
+        for key, item in value.items():
+            kind = type(item)
+            if kind in _SIMPLE:
                 kept[key] = item
-            continue
-        dropped = drop_tables(item, stored, depth + 1)
-        of_table = isinstance(item, dict) and not dropped and stored.name(key)
-        if not of_table and not isinstance(item, SHARDED):
-            kept[key] = dropped
-    return kept
+            elif kind is torch.Tensor or (
+                kind is not dict
+                and isinstance(item, torch.Tensor)
+                and not isinstance(item, SHARDED)
+            ):
+                if not (item.untyped_storage().data_ptr() in memory and item.numel()):
+                    kept[key] = item
+                    self.plain.append(item)
+            else:
+                copied = self.dense(item, (*path, key))
+                if copied is None and isinstance(item, SHARDED):
+                    continue
+                if not isinstance(item, dict) or copied or not self._stored.name(key):
+                    kept[key] = copied
+        return kept
 
 
 def find_blocks(
@@ -168,8 +224,14 @@ def find_blocks(
     Raises:
         UnsupportedState: a shard can't be stored, or has a table's name but not its memory.
     """
+    return _blocks(leaves(state_dict, SHARDED), stored, optimizers)
+
+
+def _blocks(
+    sharded_leaves: Iterable[tuple[Path, Any]], stored: StoredTables, optimizers: Container[object]
+) -> list[Block]:
     blocks = []
-    found = [each for each in leaves(state_dict, SHARDED) if not _is_rows(each[1], stored)]
+    found = [each for each in sharded_leaves if not _is_rows(each[1], stored)]
     for sharded in _described(found):
         if sharded.placed is None and all(stored.holds(tensor) for _, tensor in sharded.shards):
             continue

@@ -84,7 +84,8 @@ class TrackedModel:
     * read and clear marks: ``modified_rows``, ``is_modified``, ``clear``;
     * cut a checkpoint: ``waiting``, ``all_reduce_marks``, ``cut``, then ``merge`` or ``forget``;
       ``keep_spares`` ahead of the first;
-    * keep up with the kernels' memory: ``refresh``, ``flush``, ``write_back``, ``purge``;
+    * keep up with the kernels' memory: ``refresh``, ``places``, ``flush``, ``write_back``,
+      ``purge``;
     * notice writes outside of training: ``check_writes``, ``acknowledge_writes``;
     * move the optimizers' clocks: ``progress``, ``beside_rows``, ``set_progress``;
     * stop tracking: ``close``.
@@ -107,6 +108,7 @@ class TrackedModel:
         self._optimizers = optimizers
         self.collisions = Collisions(model)
         self._tree = ModuleTree(model)
+        self._finds = 0
         self._found_at = 0
         """The tree's generation when kernels and shards were last looked for."""
         self.dense = DenseModel(model, self, self._tree)
@@ -242,6 +244,17 @@ class TrackedModel:
             shard.mark_all()
         self.check_writes()
 
+    def places(self) -> tuple[int, ...] | None:
+        """Return numbers that are others once ``shards`` are others, or lie elsewhere; None with
+        data-parallel tables, whose rows of state an optimizer may replace at any time.
+        """
+        kernels = list(self._kernels())
+        if any(kernel.data_parallel for kernel in kernels):
+            return None
+        for kernel in kernels:
+            kernel.memory()  # looks where it lies
+        return (self._finds, *[kernel.moves for kernel in kernels])
+
     def flush(self) -> None:
         """Prepare the shards' memory for use: find it again, and write GPU caches back to it."""
         self.refresh()
@@ -299,6 +312,7 @@ class TrackedModel:
             The shards that are gone, and those that are new.
         """
         self._found_at = self._tree.generation()
+        self._finds += 1
         left = {id(hook.kernel): hook for hook in self._hooks}
         collections = list(embedding_collections(self._model))
         found = find_kernels(self._model, self._optimizers, self._kernels(), collections)

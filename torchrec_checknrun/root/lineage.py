@@ -221,7 +221,9 @@ class Lineage:
         if not self.history or self._converted:
             return True
         # Rows not written again would stay in fewer bits.
-        return any(bits > self._widths.get(table, bits) for table, bits in widths.items())
+        return widths != self._widths and any(
+            bits > self._widths.get(table, bits) for table, bits in widths.items()
+        )
 
 
 def restores_alike(one: Manifest, other: Manifest) -> bool:

@@ -30,7 +30,7 @@ from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
 from torchrec_checknrun.save.local_part import LocalPart
 from torchrec_checknrun.save.parent_content import DenseForm, ParentContent
-from torchrec_checknrun.save.plan import summarize, survey
+from torchrec_checknrun.save.plan import summarized_later, survey
 from torchrec_checknrun.save.process import WriteProcess, require_shared
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.save import Save
@@ -242,7 +242,8 @@ class Background:
         plan.staging = Staging(memory.staging, memory.ring, items, memory.encode, late)
         differences.trees = items.trees
         differences.models, differences.buffers = snapshot.models, snapshot.buffers
-        plan.summary = summarize(save.proposal.header, snapshot, items, quantization)
+        header = save.proposal.header
+        plan.summarize = summarized_later(header, snapshot, items, quantization)
         return plan.staging
 
     def _stage(

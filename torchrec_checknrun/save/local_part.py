@@ -28,7 +28,7 @@ class LocalPart:
 
     def __init__(self, save: Save, differences: RankDifferences) -> None:
         self.staging: Staging | None = None
-        self.summary: PlanSummary | None = None
+        self.summarize: Callable[[], PlanSummary] | None = None
         self.find_rows: Callable[[], dict[str, RowsItem]] = dict
         """Finds the items of the rows that are copied on write."""
         self.survey_rows: Callable[[Surveys], object] = lambda found: None
@@ -60,7 +60,7 @@ class LocalPart:
         if self.staging is not None and self.staging.late is not None:
             self.staging.late.end()
             self._save.progress.protection.seconds += self.staging.late.seconds
-        rows, self._save.rows, self.kept = self._save.rows, None, None
+        rows, self._save.rows, self.kept, self.summarize = self._save.rows, None, None, None
         if rows is not None:
             rows.release()
 
@@ -100,18 +100,19 @@ class LocalPart:
         if self._failure is not None:
             raise self._failure
         assert self.staging is not None
-        assert self.summary is not None
+        assert self.summarize is not None
+        summary, self.summarize = self.summarize(), None
         items: dict[str, Item] = dict(self.staging.at_cut)
         if self.staging.later:
             found = self.find_rows()
             # Before other rows take overflow memory: a sample may take memory beyond it.
-            self.survey_rows(self.summary.surveys)
+            self.survey_rows(summary.surveys)
             items |= found
             ready, self.ready_copier = self.ready_copier, None
             self._copier = self.staging.start_behind(found, self._save.rows, ready)
         digests = self.staging.digests()
-        self._save.fingerprint = fingerprint(digests, self.summary.progress)
-        summary = self.summary.with_digests(digests, self.staging.shared_digests())
+        self._save.fingerprint = fingerprint(digests, summary.progress)
+        summary = summary.with_digests(digests, self.staging.shared_digests())
         links = self._save.links
         own = dict if links is None else links.digests
         return Prepared(summary, items, self._differences, self._jobs, own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
@@ -159,6 +160,19 @@ def summarize(
     header: Header, snapshot: Snapshot, items: Items, quantization: Quantization
 ) -> PlanSummary:
     """Summarize a snapshot for rank 0."""
+    return summarized_later(header, snapshot, items, quantization)()
+
+
+def summarized_later(
+    header: Header, snapshot: Snapshot, items: Items, quantization: Quantization
+) -> Callable[[], PlanSummary]:
+    """Survey the rows that are not copied later, now; return a function that summarizes the
+    snapshot for rank 0 once training goes on.
+    """
+    return partial(_summary, header, snapshot, items, survey(items.at_cut, quantization))
+
+
+def _summary(header: Header, snapshot: Snapshot, items: Items, surveys: Surveys) -> PlanSummary:
     return PlanSummary(
         header=header,
         tables=snapshot.tables,
@@ -168,7 +182,7 @@ def summarize(
         replicated=items.replicated,
         per_rank=tuple(sorted(snapshot.per_rank)),
         blocks=[block.summary for block in snapshot.blocks],
-        surveys=survey(items.at_cut, quantization),
+        surveys=surveys,
         lowest=tuple(sorted(snapshot.replicated)),
     )
 

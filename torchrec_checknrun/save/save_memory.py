@@ -12,6 +12,7 @@ from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.root.report import Progress
+from torchrec_checknrun.save.copy_ways import CopyWays
 from torchrec_checknrun.shards import LocalShard
 from torchrec_checknrun.snapshot.cut_rows import CopyOnWriteMemory, CutRows, why_copied_at_cut
 from torchrec_checknrun.snapshot.encoded_at_cut import (
@@ -106,8 +107,10 @@ class SaveMemory:
         """The shards copied later at the last cut, each with its number of tensors, and the staging
         memory for them.
         """
-        later = [s for s in expected if self._is_copied_whole(s) or not self._why_at_cut(s)]
-        at_cut = [shard.local for shard in expected if shard not in later]
+        self._ways = CopyWays(mode == "copy_on_write", self._on_write)
+        ways = list(zip(expected, self._ways.of(expected), strict=True))
+        later = [shard for shard, way in ways if way.at_cut is None]
+        at_cut = [shard.local for shard, way in ways if way.at_cut is not None]
         self.encode = encoded_while_staged(at_cut, quantization, mode)
         whole = sum(self._expected_bytes(shard, quantization) for shard in at_cut)
         whole += self._behind_bytes(ShardSnapshot(shard.local, None) for shard in later)
@@ -168,13 +171,13 @@ class SaveMemory:
         """
         if self.mode != "copy_on_write":
             return None
+        tracked = [shard.tracked for shard in snapshot.shards if shard.tracked is not None]
         chosen = []
-        for shard in snapshot.shards:
-            assert shard.tracked is not None
-            if self._is_copied_whole(shard.tracked):
+        for shard, way in zip(snapshot.shards, self._ways.of(tracked), strict=True):
+            if way.whole:
                 shard.copy_whole(late)
-            elif reason := self._why_at_cut(shard.tracked):
-                progress.copied_at_cut[shard.shard.table] = reason
+            elif way.at_cut is not None:
+                progress.copied_at_cut[shard.shard.table] = way.at_cut
             else:
                 chosen.append(shard)
         if self.on_write is None or not chosen:
@@ -186,17 +189,6 @@ class SaveMemory:
         self.staging.close()
         if self.on_write is not None:
             self.on_write.close()
-
-    def _is_copied_whole(self, shard: TrackedShard) -> bool:
-        """Return whether a data-parallel table's part of this rank is copied whole, later."""
-        local = shard.local
-        return self.mode == "copy_on_write" and local.replicated and local.weight.is_cpu
-
-    def _why_at_cut(self, shard: TrackedShard) -> str | None:
-        """Return why a shard's rows can't be copied on write; None if they can."""
-        if not self._on_write:
-            return "memory_budget is too small"
-        return why_copied_at_cut(shard)
 
     def _overflow(self, shards: list[TrackedShard]) -> CopyOnWriteMemory:
         """Make the memory for rows of these shards that training is about to overwrite."""

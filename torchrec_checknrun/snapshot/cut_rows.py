@@ -95,9 +95,10 @@ class CopyOnWriteMemory:
 
     def states(self, marks: Marks) -> _RowStates:
         """Return the states of a shard's rows, new ones for a new shard."""
-        if marks not in self._states:
-            self._states[marks] = _RowStates(marks.rows)
-        return self._states[marks]
+        found = self._states.get(marks)
+        if found is None:
+            found = self._states[marks] = _RowStates(marks.rows)
+        return found
 
     def close(self) -> None:
         """Release the memory as soon as no cut uses it."""

@@ -48,7 +48,7 @@ def copied_size(item: RowsItem | BlockItem | ChunkItem) -> int:
     if isinstance(item, BlockItem):
         size = item.piece.volume * item.block.tensor.element_size()
     else:
-        size = sum(memoryview(piece).nbytes for piece in item.chunk.pieces)
+        size = sum(item.chunk.sizes)
     return aligned(size)
 
 

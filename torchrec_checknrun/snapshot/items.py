@@ -16,14 +16,14 @@ from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.format.chunk import EncodedChunk, encode_state_chunk
+from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.snapshot.digest import Digest, joint_digest
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
-from torchrec_checknrun.values.state import RawViews, Tree
+from torchrec_checknrun.values.state import RawViews, Tree, encode_state
 
 Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerClock]]
 """See ``fingerprint``."""
@@ -127,10 +127,12 @@ class Items:
             views.begin()
         for name, value in snapshot.states.items():
             own = name in snapshot.per_rank
-            known = views if name in snapshot.lasting else None
-            chunk, tree = encode_state_chunk(name, rank if own else None, value, known)
+            if (encoded := snapshot.encoded.get(name)) is None:
+                encoded = encode_state(value, name, views if name in snapshot.lasting else None)
+            tree, pieces = encoded
+            chunk = state_chunk(name, rank if own else None, tree, pieces)
             if not own:
-                items.replicated[name] = sum(memoryview(p).nbytes for p in chunk.pieces)
+                items.replicated[name] = sum(chunk.sizes)
                 items.trees[name] = tree
             items._add(state_key(name, rank if own else None), ChunkItem(chunk))
         for i, block in enumerate(snapshot.blocks):

@@ -21,8 +21,7 @@ from torchrec_checknrun.codecs import Codec
 from torchrec_checknrun.codecs.base import SampledRows
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
-from torchrec_checknrun.errors import SaveFailed, UnsupportedState
-from torchrec_checknrun.format.state_tree import leaves
+from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer, Selected, union
 from torchrec_checknrun.marks.row_copies import ShardCopies
@@ -35,6 +34,7 @@ from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.snapshot.late_copies import LateCopies, Span, stepped_memory
+from torchrec_checknrun.values.state import Tree
 
 
 class ShardSnapshot:
@@ -188,6 +188,7 @@ class Snapshot:
         blocks: local parts, to be written by this rank, of sharded tensors other than tables.
         collisions: state of managed-collision modules beside tensors; None without such modules.
         stepped: large tensors in ``states`` that only optimizers' steps change, by place.
+        encoded: states that are encoded already, by name: trees, and pieces in the live memory.
     """
 
     shards: list[ShardSnapshot]
@@ -202,6 +203,7 @@ class Snapshot:
     blocks: list[Block] = field(default_factory=list)
     collisions: CollisionState | None = None
     stepped: dict[Span, torch.Tensor] = field(default_factory=dict)
+    encoded: Mapping[str, tuple[Tree, list[bytes | memoryview]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -250,21 +252,18 @@ def take_states(
     of_model = tracked.dense.find(refreshed)
     optimizers = stored_optimizers(model, declared.states, tracked, of_model)
     live = {**optimizers, **state_dicts(declared.states, optimizers)}
-    shards = [shard.local for shard in tracked.shards]
-    rest, blocks = split_states(live, tracked.tables, shards, optimizers)
-    dense = {MODEL: dict(of_model.dense), **rest}
-    for name, value in dense[MODEL].items():
-        if not isinstance(value, torch.Tensor):
-            raise UnsupportedState(
-                f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
-                "which can't be restored into it: put it into a state object of its own"
-            )
+    rest, blocks, in_optimizers = split_states(live, tracked.dense.stored(), optimizers)
+    parameters = of_model.parameters
+    dense = {MODEL: of_model.dense, **rest}
     per_rank = declared.per_rank
-    if own := declared.buffers.take(dense[MODEL]):
-        dense[BUFFERS] = own
-        per_rank |= {BUFFERS}
-    parameters = (v for name, v in dense[MODEL].items() if name not in of_model.buffers)
-    in_optimizers = (t for name in optimizers for _, t in leaves(dense[name], (torch.Tensor,)))
+    encoded: dict[str, tuple[Tree, list[bytes | memoryview]]] = {}
+    if declared.buffers.names:
+        dense[MODEL] = dict(of_model.dense)
+        if own := declared.buffers.take(dense[MODEL]):
+            dense[BUFFERS] = own
+            per_rank |= {BUFFERS}
+    else:
+        encoded[MODEL] = of_model.encoded
     progress, collisions = tracked.beside_rows()
     return Snapshot(
         shards=[],
@@ -279,6 +278,7 @@ def take_states(
         blocks=[b for b in of_model.blocks if not b.replica] + blocks,
         collisions=collisions,
         stepped=stepped_memory((*parameters, *in_optimizers)),
+        encoded=encoded,
     )
 
 

@@ -352,17 +352,19 @@ class Staging:
 
             return copy, offset
         chunk = item.job({})
-        sizes = [memoryview(piece).nbytes for piece in chunk.pieces]
-        offset = self._ring.take(sum(sizes), when_full)
+        offset = self._ring.take(sum(chunk.sizes), when_full)
         at, target, late = offset, memory.numpy().data, self.late
-        for piece, length in zip(chunk.pieces, sizes, strict=True):
+        for piece, length in zip(chunk.pieces, chunk.sizes, strict=True):
             if (
                 late is None
                 or length < LEAST_BYTES
                 or not isinstance(piece, memoryview)
                 or not late.add(piece, memory[at : at + length])
             ):
-                target[at : at + length] = memoryview(piece).cast("B")
+                if type(piece) is memoryview and (piece.format, piece.ndim) != ("B", 1):
+                    target[at : at + length] = piece.cast("B")
+                else:  # most pieces
+                    target[at : at + length] = piece
             at += length
         staged = StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,)))
         return lambda: staged, offset

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ _NUMPYS = frozenset(
     }
 )
 """Dtypes that NumPy has as well."""
+_SHOWN_IN_TREE = frozenset({type(None), bool, int, str})
+"""Types of values that the tree shows as they are."""
 _ALIGN = 64
 """Bytes to which each leaf's offset in the payload is aligned."""
 _ZEROS = bytes(_ALIGN)
@@ -72,7 +74,7 @@ def encode_state(
     Raises:
         UnsupportedState: the state holds a value of another type; names the key.
     """
-    encoder = _Encoder(raw_bytes if views is None else views.of)
+    encoder = _Encoder(views)
     tree = encoder.node(value, name)
     return tree, encoder.pieces
 
@@ -86,32 +88,39 @@ class _Encoder:
     NumPy arrays, or one of ``plain_values``. A span is offset and length in the payload.
     """
 
-    def __init__(self, raw: Callable[[torch.Tensor], memoryview]) -> None:
+    def __init__(self, views: RawViews | None) -> None:
         self.pieces: list[bytes | memoryview] = []
-        self._raw = raw
+        self._views = views
         self._size = 0
 
-    def node(self, value: object, path: str, depth: int = 0) -> Tree:
+    def node(self, value: Any, path: str, depth: int = 0) -> Tree:
         kind = type(value)
         if depth > MOST_DEPTH:
             raise UnsupportedState(
                 f"{path} is nested more than {MOST_DEPTH} deep, or contains itself: let "
                 "state_dict() return something flatter"
             )
-        if value is None or kind in (bool, int, str):
+        if kind in _SHOWN_IN_TREE:
             return {"v": value}
-        if isinstance(value, torch.Tensor) and kind in (torch.Tensor, torch.nn.Parameter):
-            _check_dimensions(value, path)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
             return self._tensor(value, path)
-        if isinstance(value, float) and kind is float:
+        if kind is float:
             return {"f": float.hex(value)}
-        if isinstance(value, dict):
+        if kind is dict or isinstance(value, dict):
             return {
                 "d": [
-                    [self._key(k, path), self.node(v, f"{path}.{k}", depth + 1)]
+                    [
+                        k if type(k) is str or type(k) is int else _refuse_key(k, path),
+                        self.node(v, f"{path}.{k}", depth + 1),
+                    ]
                     for k, v in value.items()
                 ]
             }
+        return self._other(value, path, depth)
+
+    def _other(self, value: object, path: str, depth: int) -> Tree:
+        """Encode a value of a less frequent type."""
+        kind = type(value)
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
             letter = "l" if kind is list else "t"
             return {letter: [self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]}
@@ -144,19 +153,17 @@ class _Encoder:
             "list, tuple, dict, set of them"
         )
 
-    def _key(self, key: object, path: str) -> str | int:
-        if type(key) is str or type(key) is int:
-            return key
-        raise UnsupportedState(f"{path} has the key {key!r}: dict keys must be str or int")
-
     def _tensor(self, tensor: torch.Tensor, path: str) -> Tree:
-        dtype = _NAMES.get(tensor.dtype)
-        if tensor.layout != torch.strided or tensor.is_meta or dtype is None:
-            raise UnsupportedState(
-                f"{path} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}: only dense "
-                "tensors with data can be stored"
-            )
-        return {"x": self._add(self._raw(tensor)), "dtype": dtype, "shape": list(tensor.shape)}
+        views = self._views
+        data = None if views is None else views.known(tensor)
+        if data is None:
+            _check_tensor(tensor, path)
+            data = raw_bytes(tensor) if views is None else views.of(tensor)
+        return {
+            "x": self._add(data),
+            "dtype": _NAMES[tensor.dtype],
+            "shape": [*tensor.shape],
+        }
 
     def _add(self, data: bytes | memoryview) -> list[int]:
         padding = -self._size % _ALIGN
@@ -164,9 +171,13 @@ class _Encoder:
             self.pieces.append(_ZEROS[:padding])
         offset = self._size + padding
         self.pieces.append(data)
-        length = len(data) if isinstance(data, bytes) else data.nbytes
+        length = data.nbytes if type(data) is memoryview else len(data)
         self._size = offset + length
         return [offset, length]
+
+
+def _refuse_key(key: object, path: str) -> NoReturn:
+    raise UnsupportedState(f"{path} has the key {key!r}: dict keys must be str or int")
 
 
 def are_convertible(saved: torch.dtype, wanted: torch.dtype) -> bool:
@@ -183,6 +194,16 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # PyTorch calls a single element contiguous whatever its stride, but refuses to view it.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
+
+
+def _check_tensor(tensor: torch.Tensor, path: str) -> None:
+    """Refuse a tensor that can't be stored."""
+    _check_dimensions(tensor, path)
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _NAMES:
+        raise UnsupportedState(
+            f"{path} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}: only dense "
+            "tensors with data can be stored"
+        )
 
 
 def _check_dimensions(value: object, path: str) -> None:
@@ -205,6 +226,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+class _Seen(NamedTuple):
+    """A tensor whose bytes were shown, with all that tells whether these are its bytes still."""
+
+    tensor: torch.Tensor
+    place: tuple[int, int]
+    shape: torch.Size
+    strides: tuple[int, ...]
+    view: memoryview
+
+
 class RawViews:
     """The bytes of a state's tensors, from one time that it is encoded to the next.
 
@@ -213,22 +244,39 @@ class RawViews:
     """
 
     def __init__(self) -> None:
-        self._before: dict[tuple[int, int], memoryview] = {}
-        self._now: dict[tuple[int, int], memoryview] = {}
+        self._before: dict[tuple[int, int], _Seen] = {}
+        self._now: dict[tuple[int, int], _Seen] = {}
+        self._known: dict[int, _Seen] = {}
+        """Those from before, by the tensor's ``id``."""
 
     def begin(self) -> None:
         """Begin to encode; views that nobody asked for since the last time are dropped."""
         self._before, self._now = self._now, {}
+        self._known = {id(seen.tensor): seen for seen in self._before.values()}
+
+    def known(self, tensor: torch.Tensor) -> memoryview | None:
+        """Return the bytes of a tensor that is the same object as the last time, at the same place
+        and of the same layout; None if it isn't.
+        """
+        seen = self._known.get(id(tensor))
+        if (
+            seen is None
+            or seen.place != (tensor.data_ptr(), tensor.nbytes)
+            or seen.shape != tensor.shape
+            or seen.strides != tensor.stride()
+        ):
+            return None
+        self._now[seen.place] = seen
+        return seen.view
 
     def of(self, tensor: torch.Tensor) -> memoryview:
         """Return a tensor's bytes, as ``raw_bytes`` does."""
         if not _is_plain(tensor):
             return raw_bytes(tensor)
         place = tensor.data_ptr(), tensor.nbytes
-        view = self._before.get(place)
-        if view is None:
-            view = raw_bytes(tensor)
-        self._now[place] = view
+        seen = self._before.get(place)
+        view = raw_bytes(tensor) if seen is None else seen.view
+        self._now[place] = _Seen(tensor, place, tensor.shape, tensor.stride(), view)
         return view
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.unit.tracked_model import make_model
 from torchrec_checknrun.model.dense_model import DenseModel
 from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.tracking import track
 
 
 @pytest.fixture
@@ -135,6 +138,62 @@ def test_names_and_buffers_are_the_present_ones(tracked: TrackedModel) -> None:
     found = dense.find()
     assert found.buffers == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert set(found.names.values()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def bytes_of(dense: DenseModel) -> bytes:
+    return b"".join(map(bytes, dense.find().encoded[1]))
+
+
+@pytest.mark.parametrize("like", ["plain", "conjugated", "negative"])
+def test_encoded_values_are_the_present_ones(tracked: TrackedModel, like: str) -> None:
+    base = torch.ones(2, dtype=torch.complex64)
+    shown = {"plain": base, "conjugated": base.conj(), "negative": base.conj().imag}[like]
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("shown", shown)
+    dense = made(model, tracked)
+    before = bytes_of(dense)
+    base.mul_(2 + 3j)
+    after = bytes_of(dense)
+    assert after != before
+    assert after == bytes_of(made(model, tracked))
+
+
+def test_tables_memory_is_the_present_one(group: None) -> None:
+    model = make_model()
+    with closing(track(model)) as tracked:
+        before = tracked.dense.stored()
+        assert tracked.dense.stored() is before
+        kernel = tracked.shards[0].writes.kernel
+        shards = kernel.shards
+        states = [{name: s.clone() for name, s in shard.optimizer.items()} for shard in shards]
+        kernel._set([shard.weight.clone() for shard in shards], states)
+        tensors = [tensor for shard in shards for tensor in shard.tensors]
+        assert not any(map(before.holds, tensors))
+        assert all(map(tracked.dense.stored().holds, tensors))
+
+
+def test_tables_that_were_moved_in_place_are_found(group: None) -> None:
+    model = make_model()
+    with closing(track(model)) as tracked:
+        before = tracked.dense.stored()
+        weights = [shard.local.weight for shard in tracked.shards]
+        assert all(map(before.holds, weights))
+        for weight in weights:
+            weight.share_memory_()
+        assert not any(map(before.holds, weights))
+        assert all(map(tracked.dense.stored().holds, weights))
+
+
+def test_tables_of_new_shards_are_found(group: None) -> None:
+    model: Any = make_model()
+    other: Any = make_model()
+    with closing(track(model)) as tracked:
+        before = tracked.dense.stored()
+        model.module.ebc = other.module.ebc
+        tracked.refresh()
+        tensors = [tensor for shard in tracked.shards for tensor in shard.local.tensors]
+        assert not any(map(before.holds, tensors))
+        assert all(map(tracked.dense.stored().holds, tensors))
 
 
 def test_generations() -> None:

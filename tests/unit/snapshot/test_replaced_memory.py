@@ -84,6 +84,22 @@ def other_type(job: Job) -> None:
     state_of(job)["exp_avg"] = state_of(job)["exp_avg"].view(torch.int32)
 
 
+def move_state(job: Job) -> None:
+    state_of(job)["exp_avg"].data = torch.full((SIZE, SIZE), 5.0)
+
+
+def other_type_of_state(job: Job) -> None:
+    state_of(job)["exp_avg"].data = state_of(job)["exp_avg"].data.view(torch.int32)
+
+
+def flatten_state(job: Job) -> None:
+    state_of(job)["exp_avg"].resize_(SIZE * SIZE)
+
+
+def overlap_state(job: Job) -> None:
+    state_of(job)["exp_avg"].as_strided_((SIZE // 2, 2 * SIZE), (SIZE, 1))
+
+
 def shrink_state(job: Job) -> None:
     state_of(job)["exp_avg"] = state_of(job)["exp_avg"][: SIZE // 2]
 
@@ -171,6 +187,10 @@ ACTIONS: list[Callable[[Job], None]] = [
     replace_states,
     transpose_state,
     other_type,
+    move_state,
+    other_type_of_state,
+    flatten_state,
+    overlap_state,
     shrink_state,
     add_group,
     lose_state,
@@ -190,7 +210,17 @@ ACTIONS: list[Callable[[Job], None]] = [
     convert,
     look_up,
 ]
-ONCE = (add_group, transpose_state, other_type, shrink_state, other_type_of_data)
+ONCE = (
+    add_group,
+    transpose_state,
+    other_type,
+    move_state,
+    other_type_of_state,
+    flatten_state,
+    overlap_state,
+    shrink_state,
+    other_type_of_data,
+)
 """Actions that can't be done twice."""
 
 
