@@ -55,7 +55,6 @@ class Checkpointer(WrittenByHand):
             same on all ranks (a save compares them, and fails if they differ), or wrapped in
             ``PerRank`` (each rank's own) or ``Replicated`` (rank 0's, for all). Its
             ``load_state_dict`` receives what its ``state_dict`` returned at the save, in any shape.
-            For the allowed content see ``format.state.encode_state``.
             (``model.reshard`` replaces TorchRec's fused optimizers, step and learning rate
             included; the CombinedOptimizer given here keeps working, but keeps the old tables in
             memory: in a job that reshards, give the dense optimizer alone.)
@@ -289,10 +288,7 @@ class Checkpointer(WrittenByHand):
         return report
 
     def publish(self, *, wait: bool = True) -> CheckpointReport | None:
-        """Publish now, after the checkpoint or publication that is being written.
-
-        Args:
-            wait: whether to wait until the publication is durable.
+        """Publish now, after what is being written; with ``wait``, wait until it is durable.
 
         Returns:
             With ``wait``, the report of the publication; None without, and where it failed or was
@@ -305,6 +301,10 @@ class Checkpointer(WrittenByHand):
         if self._publisher is None:
             raise ValueError("nothing is published: give Checkpointer(..., publish=Publish(root))")
         self._settle(wait=True)
+        if self._saver.deferred:  # a checkpoint that was put off goes first
+            self._survival.before_save()
+            self._begin()
+            self._settle(wait=True)
         return self._publisher.publish(self.steps, wait)
 
     @property

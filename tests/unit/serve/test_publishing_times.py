@@ -82,6 +82,22 @@ def test_a_checkpoint_that_was_put_off_at_the_last_step_is_made_at_the_end(
     assert [manifest.step for manifest in manifests(roots[0])] == [2]
 
 
+def test_the_last_steps_are_published_where_a_checkpoint_was_put_off(
+    roots: Roots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = publishing(roots, every_steps=2)
+    job.train(1)
+    with stuck(monkeypatch, roots[1]) as go:
+        job.saver.publish(wait=False)
+        job.train(2)
+        go.set()
+        report = job.saver.publish()
+    assert report is not None
+    assert report.step == 2
+    assert [manifest.step for manifest in manifests(roots[0])] == [2]
+    job.saver.close()
+
+
 def test_a_due_publication_waits_while_a_checkpoint_is_on_its_way(
     roots: Roots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
