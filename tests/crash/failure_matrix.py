@@ -25,7 +25,7 @@ from torchrec_checknrun.format import rank_file
 from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.root import writer
 from torchrec_checknrun.run import saver
-from torchrec_checknrun.save import background
+from torchrec_checknrun.save import background, plan
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.snapshot import snapshot, staged
 from torchrec_checknrun.snapshot.cut_rows import CutRows
@@ -44,7 +44,8 @@ PHASES: dict[str, tuple[Any, str]] = {
     "cut": (snapshot, "_own_part"),
     "plan of a rank": (CheckpointWriter, "check"),
     "plan of all": (CheckpointWriter, "create"),
-    "summary": (background, "summarize"),
+    "survey": (background, "summarized_later"),
+    "summary": (plan, "_summary"),
     "stage": (Staging, "_place"),
     "copy rows": (ShardCopies, "stage"),
     "check copies": (CutRows, "finish"),
