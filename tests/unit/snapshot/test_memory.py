@@ -101,11 +101,12 @@ def test_memory_is_touched_and_given_back(shared: bool) -> None:
         memory.bytes[5] = 7
         assert other.bytes[5] == 7
         other.close()
-    own = None if memory.descriptor is None else f"/proc/self/fd/{memory.descriptor}"
-    opened = own and os.stat(own)
+    descriptor = memory.descriptor
+    own = Path(f"/proc/self/fd/{descriptor}")
+    opened = None if descriptor is None else own.stat()
     memory.close()
-    # Threads of other tests may have opened and closed others meanwhile, this number included.
-    assert own is None or not os.path.exists(own) or not os.path.samestat(os.stat(own), opened)
+    if opened is not None and own.exists():  # another test's thread may have the number by now
+        assert not os.path.samestat(own.stat(), opened)
 
 
 def test_the_default_budget_is_shared_by_a_machines_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
