@@ -47,8 +47,7 @@ def made(**options: Any) -> tuple[Any, Checkpointer]:
     """Make a job and its saver in a new root: a call that hung before may still come back."""
     job = jobs.make_job()
     root = f"hanging://run-{next(_numbers)}"
-    # The other file's helpers take its own Job; this one has what they use.
-    saver = jobs.checkpointer(root, job, **{"timeout_seconds": TIMEOUT, **options})  # type: ignore[arg-type]
+    saver = jobs.checkpointer(root, job, **{"timeout_seconds": TIMEOUT, **options})
     jobs.train(job, saver)
     saver.save()
     jobs.train(job, saver)
@@ -101,8 +100,7 @@ def test_rows_of_a_save_that_hung_are_part_of_the_next(store: type[HangingStore]
     assert report is not None
     saver.close()
     assert len(manifests(saver)) == 2
-    # The other file's helpers take its own Job; this one has what they use.
-    assert jobs.restored(saver.root.url, wanted) == []  # type: ignore[arg-type]
+    assert jobs.restored(saver.root.url, wanted) == []
 
 
 def test_a_save_that_does_not_move_is_given_up(

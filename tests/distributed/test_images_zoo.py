@@ -153,7 +153,7 @@ def warnings_logged() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     # A subclass of Handler would be as long as this function.
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]  # a stub
     logger = logging.getLogger("torchrec_checknrun")
     logger.addHandler(handler)
     try:

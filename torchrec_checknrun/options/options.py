@@ -188,7 +188,6 @@ def _describe(value: object) -> str:
         return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_describe, value))}]"
-    # mypy does not take the attribute for the proof of a dataclass.
-    parts = fields(value) if hasattr(value, "__dataclass_fields__") else ()  # type: ignore[arg-type]
+    parts = fields(value) if hasattr(value, "__dataclass_fields__") else ()  # type: ignore[arg-type]  # proven
     inside = ", ".join(f"{part.name}={_describe(getattr(value, part.name))}" for part in parts)
     return f"{type(value).__qualname__}({inside})"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
-from tests.distributed.states import gather
+from tests.distributed.models import Job, uniform_plan
+from tests.unit.recovery.test_skipped_initialization import SPEC, tables_of
 from tests.unit.run.lives import Lives
 from torchrec_checknrun import Images, skip_initialization
 from torchrec_checknrun.errors import ModelPartlyRestored
@@ -17,13 +17,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_rank"),
     pytest.mark.skipif(not has_extension(), reason="the extension was not built"),
 ]
-
-SPEC = ModelSpec(
-    (
-        CollectionSpec("c", (TableSpec("t0", 40, 8, ("f0",)), TableSpec("t1", 30, 8, ("f1",)))),
-        CollectionSpec("s", (TableSpec("t2", 20, 8, ("f2",)),), bag=False),
-    )
-)
 
 
 @pytest.fixture
@@ -37,11 +30,6 @@ def run(lives: Lives) -> Lives:
     assert saver.restore() is None
     lives.die()  # before the first step: the next start is a fresh one beside an image
     return lives
-
-
-def tables_of(job: Job) -> dict[str, np.ndarray]:
-    state = gather(job).items()
-    return {n.split(".")[-2]: r for n, r in state if n.startswith("model/") and ".t" in n}
 
 
 def shard_of(job: Job, table: str) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.delta.rows import Kind, values_of
 from torchrec_checknrun.policy import Decision
 from torchrec_checknrun.shards import Rectangle
+from torchrec_checknrun.tools.verify import verify
 from torchrec_checknrun.tracking import TrackedShard
 
 STEP = 2.0**-9
@@ -118,3 +120,13 @@ class Own:
     def decide(self, history: object) -> Decision:
         self.asked += 1
         return Decision.SINCE_BASELINE if self.asked % 2 else Decision.SINCE_LAST
+
+
+def manifest(root: Path, checkpoint: str) -> dict[str, Any]:
+    document = json.loads((root / checkpoint / "manifest.json").read_bytes())
+    found: dict[str, Any] = document["manifest"]
+    return found
+
+
+def sound(root: Path) -> list[str]:
+    return [problem for found in verify(root) for problem in found.problems]

@@ -16,7 +16,7 @@ def make_job(seed: int = 0) -> Job:
     return Job.build(SPEC, uniform_plan(SPEC, "table_wise", 1), seed=seed)
 
 
-def checkpointer(root: Path, job: Job, **options: Any) -> Checkpointer:
+def checkpointer(root: Path | str, job: Job, **options: Any) -> Checkpointer:
     options = {"policy": Consecutive(), "retention": None, "chunk_bytes": 1000, **options}
     state = {"optimizer": job.optimizer, "job": job}
     return Checkpointer(root, model=job.model, state=state, **options)
@@ -28,7 +28,7 @@ def train(job: Job, saver: Checkpointer, steps: int = 1) -> None:
         saver.step()
 
 
-def restored(root: Path, wanted: State) -> list[str]:
+def restored(root: Path | str, wanted: State) -> list[str]:
     """Return how the state that a new process restores differs."""
     other = make_job(seed=7)
     with checkpointer(root, other) as saver:

@@ -317,7 +317,7 @@ def test_a_rule_out_of_range(tmp_path: Path, job: Job, value: Any) -> None:
 
 def test_a_root_in_this_processs_memory_is_refused(job: Job) -> None:
     with pytest.raises(ValueError, match="root that other processes see"):
-        checkpointer("memory://tests/compact", job, compact_after=8)  # type: ignore[arg-type]
+        checkpointer("memory://tests/compact", job, compact_after=8)
 
 
 class History:

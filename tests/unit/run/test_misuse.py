@@ -146,7 +146,7 @@ def test_a_root_is_a_folder_or_url(job: Job, root: Any) -> None:
         ({"lr": 0.1}, ["state 'lr' is a float without state_dict()", "wrap it"]),
         ({"optimizer": None}, ["state 'optimizer' is a NoneType"]),
         ({"optimizer": torch.optim.SGD}, ["state 'optimizer' is a type"]),
-        ({"rng": PerRank({})}, ["state 'rng' is a dict without state_dict()"]),  # type: ignore[arg-type]  # so
+        ({"rng": PerRank({})}, ["state 'rng' is a dict without state_dict()"]),  # type: ignore[arg-type]  # refused
         ({"model": torch.nn.Linear(1, 1)}, ["the model's own name"]),
     ],
     ids=str,

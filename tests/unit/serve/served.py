@@ -22,6 +22,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.inference.modules import quantize_inference_model
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -77,6 +78,18 @@ class Net(nn.Module):
             pooled = pooled + self.ec(features)["a"].values().sum()
         answer: torch.Tensor = pooled
         return answer
+
+
+def mapping(rows: int, **options: Any) -> MCHManagedCollisionModule:
+    """Make a module that maps raw ids below 1,000 to rows."""
+    return MCHManagedCollisionModule(
+        zch_size=rows,
+        device=CPU,
+        eviction_policy=LFU_EvictionPolicy(),
+        eviction_interval=10,
+        input_hash_size=1000,
+        **options,
+    )
 
 
 class Job:

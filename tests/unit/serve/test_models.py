@@ -21,9 +21,7 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
-    LFU_EvictionPolicy,
     ManagedCollisionCollection,
-    MCHManagedCollisionModule,
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.quant.embedding_modules import (
@@ -41,6 +39,7 @@ from tests.unit.serve.served import (
     differences,
     follows,
     kernels,
+    mapping,
     quantized,
     restored,
 )
@@ -213,14 +212,7 @@ def test_a_hashed_table_is_refused(tmp_path: Path) -> None:
 def mapped(**options: Any) -> nn.Module:
     """Build a collection whose ids are mapped to rows."""
     tables = [EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["a"])]
-    module = MCHManagedCollisionModule(
-        zch_size=10,
-        device=CPU,
-        eviction_policy=LFU_EvictionPolicy(),
-        eviction_interval=10,
-        input_hash_size=1000,
-        **options,
-    )
+    module = mapping(10, **options)
     return ManagedCollisionEmbeddingBagCollection(
         EmbeddingBagCollection(tables, device=CPU),
         ManagedCollisionCollection({"t": module}, tables),

@@ -22,9 +22,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import (
-    LFU_EvictionPolicy,
     ManagedCollisionCollection,
-    MCHManagedCollisionModule,
 )
 from torchrec.quant.embedding_modules import (
     QuantManagedCollisionEmbeddingCollection,
@@ -32,7 +30,17 @@ from torchrec.quant.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.unit.serve.served import CPU, TYPES, Job, Net, every_row, follows, quantized, restored
+from tests.unit.serve.served import (
+    CPU,
+    TYPES,
+    Job,
+    Net,
+    every_row,
+    follows,
+    mapping,
+    quantized,
+    restored,
+)
 from torchrec_checknrun import Follower, Quantization
 from torchrec_checknrun.errors import UnsupportedTable
 
@@ -142,13 +150,7 @@ def test_sharded_by_rows(tmp_path: Path, job: Job) -> None:
 def mapped_in_shards(world_size: int) -> nn.Module:
     """Quantize and shard a collection whose ids are mapped to rows, as TorchRec does."""
     tables = [EmbeddingConfig(name="t", num_embeddings=16, embedding_dim=8, feature_names=["a"])]
-    module = MCHManagedCollisionModule(
-        zch_size=16,
-        device=CPU,
-        eviction_policy=LFU_EvictionPolicy(),
-        eviction_interval=10,
-        input_hash_size=1000,
-    )
+    module = mapping(16)
     model = nn.Module()
     model.mc = ManagedCollisionEmbeddingCollection(
         EmbeddingCollection(tables, device=CPU), ManagedCollisionCollection({"t": module}, tables)

@@ -6,7 +6,6 @@ The digests are computed from staged blocks, not in the stall, however a rank cu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -82,8 +81,10 @@ def test_digests_are_of_the_instant_whatever_the_pieces(size: int) -> None:
 def test_nothing_is_encoded_for_the_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     found = snapshot(torch.ones(SHAPE))
     items = Items.of(found, Quantization(), 3000)
-    # A lambda has a declared type here.
-    refuse: Callable[..., EncodedChunk] = lambda *_: pytest.fail("encoded in the stall")  # noqa: E731
+
+    def refuse(*_: object) -> EncodedChunk:
+        pytest.fail("encoded in the stall")
+
     monkeypatch.setattr(Block, "encode", refuse)
     monkeypatch.setattr("torchrec_checknrun.model.blocks.raw_bytes", refuse)
     summary = summarize(Header(bits=None), found, items, Quantization())
