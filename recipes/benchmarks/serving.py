@@ -9,7 +9,7 @@ that the server can answer, whether or not earlier ones were answered (open loop
 counted from the instant at which a request was due. In half of the windows publications are
 revealed, each as soon as the one before is served; in the other half none is. Training has ended
 before the first request. All of that is repeated, with a new server, for each share of a core that
-the follower may use.
+the follower may use while requests are answered.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Follower:
         on_version: Callable[[Version], object] | None = None,
         memory_bytes: int | None = None,
         copies: int = 2,
-        share: float = 1.0,
+        share: float = 0.1,
         map: Mapping[str, str] | None = None,
         strict: bool = True,
         timeout_seconds: float = 60.0,
@@ -385,6 +385,6 @@ def _check_arguments(
     if copies not in (1, 2):
         raise ValueError(f"copies must be 1 or 2 (the default), not {copies!r}")
     if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, such as 0.25, not {share!r}")
+        raise ValueError(f"share must be above 0 and at most 1, such as 0.1, not {share!r}")
     if not timeout > 0:
         raise ValueError(f"timeout_seconds must be positive, not {timeout!r}")
