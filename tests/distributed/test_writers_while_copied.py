@@ -210,8 +210,9 @@ def test_foreign_writes_fail_the_save(workers: Workers, tmp_path: Path, after: i
 @pytest.mark.parametrize("after", [0, 2])
 def test_tables_that_move_fail_the_save(workers: Workers, tmp_path: Path, after: int) -> None:
     """They lie elsewhere from then on: rows that were not copied yet may be newer."""
-    where = {"root": str(tmp_path), "plan": PLANS["rows"]}
-    (error,) = workers(2).run(spoiled, actions=["share_memory"], after=after, **where)[0]
+    plan, actions = PLANS["rows"], ["share_memory"]
+    pool = workers(2)
+    (error,) = pool.run(spoiled, root=str(tmp_path), plan=plan, actions=actions, after=after)[0]
     assert all(f"{PREFIX}{table}" in error for table in ROWS)
 
 
