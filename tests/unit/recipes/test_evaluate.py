@@ -15,6 +15,7 @@ def test_the_auc_is_exact(different: int) -> None:
     logits = torch.randint(0, different, (300,), generator=generator).double() - different / 2
     labels = (torch.rand(300, generator=generator) * different < logits + different / 2).double()
     found = auc(logits, labels)
+    assert found is not None
     # Ranks, since torchmetrics wants 0 to 1, and sigmoid() makes some logits equal.
     ranks = torch.unique(logits, return_inverse=True)[1].double() / 300
     assert found == pytest.approx(binary_auroc(ranks, labels.long()).item(), abs=1e-6)
