@@ -1,6 +1,6 @@
 """Measure how fast a follower applies modified rows, and what predictions notice of that.
 
-python -m recipes.benchmarks.follow [--json FILE] [--rows N] [--dim N] [--rounds N]
+python -m recipes.benchmarks.follow [--json FILE] [--rows N] [--dim N] [--rounds N] [--rest S]
 
 A table is trained on 26 % of its rows between two checkpoints of 4 bits, and followed by a model
 quantized to 4 bits, on one thread. Beside it: FBGEMM's list API, given the same rows in its layout,
@@ -43,7 +43,6 @@ from torchrec_checknrun import Checkpointer, Consecutive, Follower, Quantization
 FRACTION = 0.26
 """Rows that change between two versions: Check-N-Run's figure for half an hour of training."""
 READERS = 4
-REST_SECONDS = 5.0
 CPU = torch.device("cpu")
 
 
@@ -222,7 +221,7 @@ def predictions(follower: Follower, rows: int, act: Callable[[], object]) -> dic
 
 
 def with_and_without(
-    root: Path, run: Run, dim: int, copies: int, rounds: int
+    root: Path, run: Run, dim: int, copies: int, rounds: int, rest_seconds: float
 ) -> dict[str, dict[str, float]]:
     """Measure predictions while versions are applied one after the other, and while none is."""
     shown = threading.Semaphore(0)
@@ -250,7 +249,7 @@ def with_and_without(
                 shown.acquire()
 
     def rest() -> dict[str, float]:
-        return predictions(follower, run.rows, lambda: time.sleep(REST_SECONDS))
+        return predictions(follower, run.rows, lambda: time.sleep(rest_seconds))
 
     before = rest()
     applying = predictions(follower, run.rows, apply_all)
@@ -261,7 +260,7 @@ def with_and_without(
     return {"applying": applying, "resting": resting}
 
 
-def measure(rows: int, dim: int, rounds: int) -> dict[str, Any]:
+def measure(rows: int, dim: int, rounds: int, rest_seconds: float) -> dict[str, Any]:
     """Measure everything at one size."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -285,7 +284,7 @@ def measure(rows: int, dim: int, rounds: int) -> dict[str, Any]:
         run.publish()
         for copies in (2, 1):
             found[f"predictions, copies={copies}"] = with_and_without(
-                folder / "two", run, dim, copies, rounds
+                folder / "two", run, dim, copies, rounds, rest_seconds
             )
         run.saver.close()
     return found
@@ -328,11 +327,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rest", type=float, default=5.0, help="seconds without new versions")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = {"machine": describe(), **measure(options.rows, options.dim, options.rounds)}
+    figures = measure(options.rows, options.dim, options.rounds, options.rest)
+    found = {"machine": describe(), **figures}
     dist.destroy_process_group()
     print(markdown(found))
     if options.json is not None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torchmetrics.functional.classification import binary_auroc
 from torchrec.datasets.utils import Batch
 
 from recipes.dlrm_criteo.pipeline import Pipeline, outputs
@@ -55,14 +54,19 @@ def score(logits: torch.Tensor, labels: torch.Tensor) -> Score:
 
 
 def auc(logits: torch.Tensor, labels: torch.Tensor) -> float | None:
-    """Return the exact AUC; None where all labels, 0 or 1, are the same."""
+    """Return the exact AUC; None where all labels, 0 or 1, are the same.
+
+    The fraction of pairs of a positive and a negative sample in which the positive one has the
+    larger logit; a tie counts half. Computed here, since torchmetrics imports matplotlib: a
+    second at the start of every trainer.
+    """
     if labels.min() == labels.max():
         return None
-    # As ranks, since torchmetrics wants 0 to 1, and sigmoid() can make equal logits differ by a
-    # bit.
-    order = torch.unique(logits, return_inverse=True)[1].double() / len(logits)
-    found: float = binary_auroc(order, labels.long()).item()
-    return found
+    values, order = torch.unique(logits, return_inverse=True)
+    positives = torch.bincount(order, weights=labels.double(), minlength=len(values))
+    negatives = torch.bincount(order, minlength=len(values)) - positives
+    below = negatives.cumsum(0) - negatives / 2
+    return ((positives * below).sum() / (positives.sum() * negatives.sum())).item()
 
 
 def _gather(values: torch.Tensor) -> torch.Tensor | None:

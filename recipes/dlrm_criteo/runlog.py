@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from recipes.dlrm_criteo.evaluate import Score
@@ -89,6 +88,8 @@ class RunLog:
     ) -> None:
         if not self.enabled:
             return
+        from torch.utils.tensorboard import SummaryWriter  # only rank 0 waits for it
+
         # Drop events that an earlier attempt logged after the restored step.
         self._scalars = SummaryWriter(
             str(self._run_dir / "tensorboard"), purge_step=step if restored else None

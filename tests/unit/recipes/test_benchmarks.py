@@ -45,7 +45,8 @@ def test_tracking_is_measured(tmp_path: Path) -> None:
 
 def test_following_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    options = ["--rows", "2000", "--dim", "16", "--rounds", "2", "--json", str(out)]
+    options = ["--rows", "2000", "--dim", "16", "--rounds", "2", "--rest", "0.2"]
+    options += ["--json", str(out)]
     command = [sys.executable, "-m", "recipes.benchmarks.follow", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
