@@ -18,8 +18,8 @@ import torch
 from torchrec_checknrun.codecs import Delta, Fisher, RowContext
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.delta.digest import text_of
-from torchrec_checknrun.delta.link import Restored
-from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.delta.grid_references import GridReferences
+from torchrec_checknrun.delta.references import EncodeUpon, References, Restored
 from torchrec_checknrun.delta.rows import values_of
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.chunk import EncodedChunk
@@ -56,11 +56,9 @@ class Recorder:
     def base(self) -> bool:
         return self.changes.base
 
-    def encode(
-        self, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, Restored]:
-        payload, after = self.changes.encode(self.references, ids, weight, wanted)
-        self.restored[ids] = values_of(after(np.arange(len(ids))), weight.dtype)
+    def encode(self, ids: torch.Tensor, encode_upon: EncodeUpon) -> tuple[torch.Tensor, Restored]:
+        payload, after = self.changes.encode(self.references, ids, encode_upon)
+        self.restored[ids] = values_of(after(np.arange(len(ids))), self.restored.dtype)
         return payload, after
 
 
@@ -96,7 +94,7 @@ def make(into: Path) -> None:
             ranges = SPLIT.get(table, [(0, DIM)])
             keys = [(table, columns) for columns in ranges]
             for key in keys:
-                held.setdefault(key, References(table, Rectangle(0, ROWS, *key[1])))
+                held.setdefault(key, GridReferences(table, Rectangle(0, ROWS, *key[1])))
             changes = Transaction([held[key] for key in keys], base=age == 0)
             for key in keys:
                 chunks += _encode(changes, held[key], age, expected)
@@ -126,7 +124,7 @@ def _encode(
     key = f"{references.table}.{references.columns[0]}"
     none = torch.zeros((ROWS, dim), dtype=block.weight.dtype)
     recorder = Recorder(changes, references, expected.setdefault(key, none))
-    encoding = TableEncoding(Delta(step=2.0**-12).upon(recorder, None), compress=age % 2 == 1)
+    encoding = TableEncoding(Delta(step=2.0**-12).upon(recorder), compress=age % 2 == 1)
     sums = expected.setdefault(f"{key}.momentum1", torch.zeros(ROWS))
     sums[block.ids] = block.optimizer["momentum1"]
     half = len(block.ids) // 2

@@ -59,7 +59,8 @@ def encode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode the change of values since their restored predecessors.
 
-    Values that are not finite, or whose predecessor or sum is not, are stored bit for bit.
+    Values that are not finite, or whose predecessor or sum is not (in the type of the values), are
+    stored bit for bit.
 
     Args:
         weight: the values, of fp32, bf16 or fp16.
@@ -84,7 +85,8 @@ def encode(
     values, numbers = _buckets(np.where(sound, change, np.float32(0)), bits)
     nowhere = np.zeros(0, np.int64)
     sums = _Link(values, numbers, nowhere, now[nowhere]).added_to(known)
-    positions = np.flatnonzero(~(sound & np.isfinite(sums)))
+    restored = torch.from_numpy(sums).to(weight.dtype)  # a narrow type may overflow
+    positions = np.flatnonzero(~(sound & torch.isfinite(restored).numpy()))
     numbers[positions] = 0
     link = _Link(values, numbers, positions, now[positions])
     after = torch.from_numpy(link.added_to(known)).view(before.shape)
