@@ -190,7 +190,8 @@ def test_what_no_encoder_writes_is_refused() -> None:
         ({"data": data[:0]}, "other than 3 bits"),
         ({"data": data[:-1]}, "take other bytes"),
     ):
-        given = {"data": data, "parameters": parameters, "before": before, **changed}
+        given: dict[str, Any] = {"data": data, "parameters": parameters, "before": before}
+        given |= changed
         with pytest.raises(ValueError, match=words):
             act(**given)
     with pytest.raises(ValueError, match="other than 2 bits"):

@@ -72,12 +72,13 @@ def test_links_are_the_papers(tmp_path: Path, job: Job, bits: int) -> None:
             now = live(saver)
             weights = {name.split("[")[0]: rows for name, rows in now.items() if "/" not in name}
             for table, ids in chunk_ids(tmp_path, report.id):
-                rows = torch.from_numpy(weights[table][ids])
+                changed = weights[table][ids]
                 if not number:
-                    kept.setdefault(table, np.empty_like(weights[table]))[ids] = rows
+                    kept.setdefault(table, np.empty_like(weights[table]))[ids] = changed
                     continue
-                values = plainly(rows, torch.from_numpy(kept[table][ids]), bits)
-                kept[table][ids] = np.array(values, np.float32).reshape(rows.shape)
+                before = torch.from_numpy(kept[table][ids])
+                values = plainly(torch.from_numpy(changed), before, bits)
+                kept[table][ids] = np.array(values, np.float32).reshape(changed.shape)
             found = restored(tmp_path, report.id)
             for name, rows in found.items():
                 wanted = now[name] if "/" in name else kept[name.split("[")[0]]
