@@ -9,7 +9,7 @@ that the server can answer, whether or not earlier ones were answered (open loop
 counted from the instant at which a request was due. In half of the windows publications are
 revealed, each as soon as the one before is served; in the other half none is. Training has ended
 before the first request. All of that is repeated, with a new server, for each share of a core that
-the follower may use.
+the follower may use while requests are answered.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--shown", type=int, default=6, help="publications in a window")
     parser.add_argument(
-        "--shares", type=float, nargs="+", default=[1.0, 0.25], help="of a core, of the follower"
+        "--shares", type=float, nargs="+", default=[1.0, 0.1], help="of a core, of the follower"
     )
     parser.add_argument("--markdown", type=Path, help="only print the tables of such a file")
     parser.add_argument("--docs", type=Path, help="put the tables into this page, too")

@@ -43,6 +43,13 @@ class Writer(Job):
         self.saver = self.instants.saver
         self.folder = root
 
+    def act(self, action: str) -> None:
+        """Write by hand, or move all tables to shared memory."""
+        if action == "share_memory":
+            self.zoo.model.share_memory()
+        else:
+            super().act(action)
+
     def write_everywhere(self) -> None:
         """Write rows of every table with states, through this and another tracker."""
         other = track(self.zoo.model, [self.zoo.optimizer])
@@ -198,6 +205,15 @@ def test_foreign_writes_fail_the_save(workers: Workers, tmp_path: Path, after: i
     for error in errors:
         assert "written outside of training" in error
         assert all(f"{PREFIX}{table}" in error for table in ROWS)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_tables_that_move_fail_the_save(workers: Workers, tmp_path: Path, after: int) -> None:
+    """They lie elsewhere from then on: rows that were not copied yet may be newer."""
+    plan, actions = PLANS["rows"], ["share_memory"]
+    pool = workers(2)
+    (error,) = pool.run(spoiled, root=str(tmp_path), plan=plan, actions=actions, after=after)[0]
+    assert all(f"{PREFIX}{table}" in error for table in ROWS)
 
 
 def harmless(root: str, plan: dict[str, str]) -> list[bool]:

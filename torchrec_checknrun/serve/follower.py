@@ -60,9 +60,9 @@ class Follower:
         copies: 2: a version is prepared in a second copy of the model, and predictions never wait.
             1: the model is held once, rows are staged, and predictions wait while they are copied
             in.
-        share: of one core, above 0 and up to 1, that the thread uses at most: it works in slices of
-            milliseconds, and rests between them. Less disturbs predictions less, and a version
-            takes longer to become visible.
+        share: of one core, above 0 and up to 1, that the thread uses at most while predictions run:
+            it works while none does, and rests between blocks of rows otherwise. 1: it never rests.
+            Less disturbs predictions less, and a version takes longer to become visible.
         map: the model's name by the saved one, of tables and other values, where they differ by
             more than TorchRec's wrappers.
         strict: refuse a model with names that no checkpoint has; otherwise they keep their values.
@@ -83,7 +83,7 @@ class Follower:
         on_version: Callable[[Version], object] | None = None,
         memory_bytes: int | None = None,
         copies: int = 2,
-        share: float = 1.0,
+        share: float = 0.1,
         map: Mapping[str, str] | None = None,
         strict: bool = True,
         timeout_seconds: float = 60.0,
@@ -115,8 +115,17 @@ class Follower:
             The model, and its version; None if nothing was published yet, and the model is as it
             was given.
         """
-        with self._copies.read() as (model, version):
+        with self.serving(), self._copies.read() as (model, version):
             yield model, version
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Let the follower's thread rest while a block runs, see ``share``, as ``read`` does.
+
+        For a server: around all that it does for a request, before and after the prediction.
+        """
+        with self._pace.predicting():
+            yield
 
     @property
     def version(self) -> Version | None:
@@ -376,6 +385,6 @@ def _check_arguments(
     if copies not in (1, 2):
         raise ValueError(f"copies must be 1 or 2 (the default), not {copies!r}")
     if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, such as 0.25, not {share!r}")
+        raise ValueError(f"share must be above 0 and at most 1, such as 0.1, not {share!r}")
     if not timeout > 0:
         raise ValueError(f"timeout_seconds must be positive, not {timeout!r}")

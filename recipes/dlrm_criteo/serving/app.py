@@ -87,9 +87,11 @@ def make_app(predictions: Predictions, pool: ThreadPoolExecutor) -> FastAPI:
         body = await _body(request, predictions.most_bytes)
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(pool, predictions.answer, body)
+        with follower.serving():
+            found = await loop.run_in_executor(pool, predictions.answer, body)
+            answer = JSONResponse(found)
         metrics.seconds.observe(time.perf_counter() - began)
-        return JSONResponse(found)
+        return answer
 
     @app.get("/version")
     async def version() -> dict[str, Any]:

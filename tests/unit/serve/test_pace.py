@@ -1,4 +1,6 @@
-"""A follower's thread uses its share of a core, in short slices, and nobody waits for its rests."""
+"""A follower's thread works while nobody predicts, otherwise uses its share of a core, a block of
+rows at a time, and nobody waits for its rests.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ import pytest
 from tests.unit.serve.served import Job, Net, differences, quantized, restored
 from torchrec_checknrun import Follower
 from torchrec_checknrun.native import BLOCK_BYTES
-from torchrec_checknrun.serve.pace import SLICE_SECONDS, Pace
+from torchrec_checknrun.serve.pace import Pace
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+BLOCK_SECONDS = 0.001
+"""Of processor time, that a block of rows takes."""
 BARELY = 1e-9
 """A share with which the first rest lasts for weeks."""
 
@@ -44,7 +48,9 @@ class Clock:
 
 
 class Working(Pace):
-    """A pace for which every call of ``rest`` comes after more than a slice of work."""
+    """A pace for which every call of ``rest`` comes after a block of rows, and somebody predicts
+    all the time.
+    """
 
     calls = 0
 
@@ -53,10 +59,12 @@ class Working(Pace):
         super().__init__(
             share, now=lambda: clock.now, worked=lambda: clock.worked, wait=clock._wait
         )
+        self._predicting = 1
+        self._tell()
 
     def rest(self) -> None:
         self.calls += 1
-        self._clock.work(1.5 * SLICE_SECONDS)
+        self._clock.work(BLOCK_SECONDS)
         super().rest()
 
 
@@ -75,21 +83,75 @@ def job(root: Path) -> Job:
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.9])
 @pytest.mark.parametrize("step", [0.0001, 0.0015, 0.004, 0.1])
-def test_a_share_of_the_time_is_work(share: float, step: float) -> None:
+def test_a_share_of_the_time_is_work_while_somebody_predicts(share: float, step: float) -> None:
     clock = Clock()
     pace = clock.pace(share)
-    for _ in range(500):
-        clock.work(step)
-        pace.rest()
+    with pace.predicting():
+        for _ in range(500):
+            clock.work(step)
+            pace.rest()
     assert clock.worked / clock.now == pytest.approx(share, rel=0.05)
-    longest = max(step, SLICE_SECONDS + step)
-    assert max(clock.rests) <= longest * (1 / share - 1) * 1.001
+    assert max(clock.rests) <= step * (1 / share - 1) * 1.001
+
+
+def test_no_rest_while_nobody_predicts() -> None:
+    clock = Clock()
+    pace = clock.pace(0.1)
+    for _ in range(3):
+        clock.work(10.0)
+        pace.rest()
+        with pace.predicting(), pace.predicting():
+            pass
+    assert clock.rests == []
+    with pace.predicting():  # the work before is not made up for
+        clock.work(0.001)
+        pace.rest()
+    assert clock.rests == pytest.approx([0.009])
 
 
 def test_no_rest_with_a_whole_core() -> None:
     clock = Clock()
     pace = clock.pace(1.0)
-    clock.work(10.0)
+    with pace.predicting():
+        clock.work(10.0)
+        pace.rest()
+    assert clock.rests == []
+
+
+def test_a_rest_ends_with_the_last_prediction() -> None:
+    resting, rested = threading.Event(), threading.Event()
+
+    def wait(event: threading.Event, seconds: float) -> None:
+        resting.set()
+        assert event.wait(60)
+
+    pace = Pace(BARELY, wait=wait)
+
+    def rest() -> None:
+        pace.begin()
+        sum(range(1000))  # some processor time
+        pace.rest()
+        rested.set()
+
+    first, second = pace.predicting(), pace.predicting()
+    first.__enter__()
+    second.__enter__()
+    thread = threading.Thread(target=rest, daemon=True)
+    thread.start()
+    assert resting.wait(60)
+    first.__exit__(None, None, None)
+    assert not rested.wait(0.05)
+    second.__exit__(None, None, None)
+    assert rested.wait(60)
+    thread.join(60)
+
+
+def test_a_failed_prediction_is_over() -> None:
+    clock = Clock()
+    pace = clock.pace(0.1)
+    with pytest.raises(KeyError), pace.predicting():
+        raise KeyError
+    clock.work(1.0)
     pace.rest()
     assert clock.rests == []
 
@@ -97,37 +159,40 @@ def test_no_rest_with_a_whole_core() -> None:
 def test_time_in_which_the_thread_waits_is_rest() -> None:
     clock = Clock()
     pace = clock.pace(0.25)
-    clock.work(0.010)
-    clock.now += 0.020  # of storage, or of predictions that come first
-    pace.rest()
-    assert clock.rests == pytest.approx([0.010])
-    clock.work(0.010)
-    clock.now += 5.0
-    pace.rest()
-    assert len(clock.rests) == 1
-    clock.work(0.010)  # what was waited for too long is no work in advance
-    pace.rest()
+    with pace.predicting():
+        clock.work(0.010)
+        clock.now += 0.020  # of storage, or of predictions that come first
+        pace.rest()
+        assert clock.rests == pytest.approx([0.010])
+        clock.work(0.010)
+        clock.now += 5.0
+        pace.rest()
+        assert len(clock.rests) == 1
+        clock.work(0.010)  # what was waited for too long is no work in advance
+        pace.rest()
     assert clock.rests[1:] == pytest.approx([0.030])
 
 
 def test_a_new_beginning_owes_nothing() -> None:
     clock = Clock()
     pace = clock.pace(0.5)
-    clock.work(10.0)
-    pace.begin()
-    pace.rest()
+    with pace.predicting():
+        clock.work(10.0)
+        pace.begin()
+        pace.rest()
     assert clock.rests == []
 
 
 def test_what_is_done_in_a_hurry_is_not_made_up_for() -> None:
     clock = Clock()
     pace = clock.pace(0.5)
-    with pace.hurried(), pace.hurried():
-        clock.work(10.0)
+    with pace.predicting():
+        with pace.hurried(), pace.hurried():
+            clock.work(10.0)
+            pace.rest()
+        assert clock.rests == []
+        clock.work(0.010)
         pace.rest()
-    assert clock.rests == []
-    clock.work(0.010)
-    pace.rest()
     assert clock.rests == pytest.approx([0.010])
 
 
@@ -156,12 +221,12 @@ def test_rests_hold_no_lock_that_predictions_need(root: Path, job: Job, copies: 
         job.save()
     assert clock.rests
     rests = len(clock.rests)
-    assert rests == pace.calls  # each came after a slice
+    assert rests == pace.calls  # each came after a block
     assert follower.poll() is not None  # not paced
     assert pace.calls > rests == len(clock.rests)
 
 
-def test_slices_are_short(tmp_path: Path) -> None:
+def test_blocks_are_small(tmp_path: Path) -> None:
     """However large a chunk is: both copies are written block by block."""
     rows = 60_000
     job = Job(tmp_path, rows=rows, chunk_bytes=64 << 20)
@@ -174,7 +239,8 @@ def test_slices_are_short(tmp_path: Path) -> None:
     job.saver.close()
 
 
-def test_the_share_of_a_thread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["read", "serving"])
+def test_the_share_of_a_thread(tmp_path: Path, by: str) -> None:
     """Processor time against the clock: a loaded machine can only lower the share."""
     rows, share = 200_000, 0.2
     job = Job(tmp_path, rows=rows, chunk_bytes=1 << 20)
@@ -188,9 +254,10 @@ def test_the_share_of_a_thread(tmp_path: Path) -> None:
         follower.look()
         found.append((time.thread_time() - worked) / (time.perf_counter() - began))
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join(60)
+    with getattr(follower, by)():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join(60)
     assert follower.version is not None
     assert found[0] < 1.5 * share
 
@@ -209,8 +276,7 @@ def test_nobody_waits_for_a_rest(root: Path, job: Job) -> None:
         follower = Follower(root, quantized(Net(), 8), interval_seconds=0.01)
         # Every call of rest() comes after some processor time.
         follower._pace = Pace(BARELY, wait=wait)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torchrec_checknrun.serve.pace.SLICE_SECONDS", 0.0)
+        with follower.serving():
             follower.start()
             assert resting.wait(60)
             before = follower.version
