@@ -17,8 +17,9 @@ import torch
 from recipes.benchmarks.codec_cases import OURS, Case
 from torchrec_checknrun.delta import kernel
 from torchrec_checknrun.delta.grid import Grid
+from torchrec_checknrun.delta.grid_references import GridReferences
 from torchrec_checknrun.delta.layout import VERBATIM, classes_of, stands_alone
-from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.delta.link import encode_upon
 from torchrec_checknrun.delta.rows import apply, encode, values_of
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.shards import Rectangle
@@ -126,7 +127,7 @@ def _upon_references(method: str, n: int, dim: int, spread: float) -> Case:
     Most rows' codes fit a byte. The rows go to and fro, so that each call has the same differences.
     """
     weight, wanted, before = link_rows(n, dim, spread, BYTE_SIZE)
-    references = References("t", Rectangle(0, n, 0, dim))
+    references = GridReferences("t", Rectangle(0, n, 0, dim))
     references.scatter(np.arange(n), before)
     spans = [slice(at, min(at + CHUNK_ROWS[-1], n)) for at in range(0, n, CHUNK_ROWS[-1])]
     ids, states = torch.arange(n), [weight, values_of(before, torch.float32)]
@@ -134,7 +135,8 @@ def _upon_references(method: str, n: int, dim: int, spread: float) -> Case:
     def encode_all() -> None:
         changes = Transaction([references], base=False)
         for span in spans:
-            changes.encode(references, ids[span], states[0][span], wanted[span])
+            encode = partial(encode_upon, weight=states[0][span], wanted=wanted[span])
+            changes.encode(references, ids[span], encode)
         changes.keep()
         states.reverse()
 

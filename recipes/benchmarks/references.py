@@ -12,7 +12,7 @@ import argparse
 
 import numpy as np
 
-from torchrec_checknrun.delta.references import Record, References
+from torchrec_checknrun.delta.grid_references import GridReferences, Record
 from torchrec_checknrun.delta.rows import Grid, Kind
 from torchrec_checknrun.shards import Rectangle
 
@@ -21,14 +21,14 @@ SIZES = {"fp32": 4, "bf16, fp16": 2}
 _WIDE_PART, _MODIFIED_PART = 8, 0.25
 
 
-def filled(rows: int, dim: int, wide: bool) -> References:
+def filled(rows: int, dim: int, wide: bool) -> GridReferences:
     """Make references of random rows."""
     rng = np.random.default_rng(dim)
     codes = rng.integers(-127, 128, (rows, dim), dtype=np.int32)
     if wide:
         codes[::_WIDE_PART] *= 100
     grid = Grid(np.full(rows, Kind.GRID, np.uint8), np.full(rows, -12, np.int16), codes)
-    references = References("t", Rectangle(0, rows, 0, dim))
+    references = GridReferences("t", Rectangle(0, rows, 0, dim))
     references.scatter(np.arange(rows), grid)
     return references
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from tests.distributed.layouts import build
 from tests.distributed.test_layouts import NAMES, SPEC, layout
 from tests.distributed.worker_pool import WorkerPool
-from tests.unit.run.deltas import delta, pieces
+from tests.unit.run.deltas import delta, lc, pieces
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.dcp import LoadPlanner, StorageReader
@@ -31,13 +31,16 @@ from torchrec_checknrun.tracking import TrackedModel, track
 Workers = Callable[[int], WorkerPool]
 
 
-def saving(root: str, job: Any, **options: Any) -> Checkpointer:
+METHODS = {"delta": delta(), "lc": lc(2)}
+
+
+def saving(root: str, job: Any, method: str = "delta", **options: Any) -> Checkpointer:
     return Checkpointer(
         root,
         model=job.model,
         retention=None,
         state={"optimizer": job.optimizer},
-        quantization=delta(),
+        quantization=METHODS[method],
         chunk_bytes=1500,
         **options,
     )
@@ -70,7 +73,13 @@ def wholes(path: str) -> dict[str, np.ndarray]:
 
 
 def life(
-    root: str, target: dict[str, Any], kept: str | None, into: str, saves: int, fail: bool
+    root: str,
+    target: dict[str, Any],
+    kept: str | None,
+    into: str,
+    saves: int,
+    fail: bool,
+    method: str = "delta",
 ) -> list[str]:
     """Restore what another life has kept, save links with failures between them, keep the last.
 
@@ -79,7 +88,7 @@ def life(
     """
     job = build(SPEC.to_json(), target, seed=77)
     kinds = []
-    with saving(root, job) as saver:
+    with saving(root, job, method) as saver:
         assert (saver.restore() is None) == (kept is None)
         if kept is not None:
             compare_with(kept, saver._target.tracked)
@@ -134,13 +143,16 @@ def compare_with(kept: str, tracked: TrackedModel) -> None:
         assert found.tobytes() == np.ascontiguousarray(part).tobytes(), shard.local.name
 
 
-def lives(workers: Workers, folder: Path, plan: list[tuple[str, int]], fail: bool) -> None:
+def lives(
+    workers: Workers, folder: Path, plan: list[tuple[str, int]], fail: bool, method: str = "delta"
+) -> None:
     root, kept = str(folder / "run"), None
     for number, (kind, ranks) in enumerate(plan):
         into = str(folder / f"kept{number}")
         place = asdict(layout(kind, ranks))
         arguments: dict[str, Any] = {"root": root, "target": place, "kept": kept}
-        kinds = workers(ranks).run(life, **arguments, into=into, saves=3, fail=fail, timeout=240.0)
+        arguments |= {"into": into, "saves": 3, "fail": fail, "method": method}
+        kinds = workers(ranks).run(life, **arguments, timeout=240.0)
         assert kinds[0].count("differential") >= 1, kinds
         (folder / f"kinds{number}").write_text(json.dumps(kinds))
         kept = into
@@ -166,6 +178,21 @@ def test_any_ranks_and_columns(
 ) -> None:
     assert len(NAMES) == len(SPEC.table_paths)
     lives(workers, tmp_path, plan, fail=False)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        [("row_wise", 4), ("row_wise", 2), ("row_wise", 3)],
+        pytest.param([("column_4", 4), ("mixed", 2), ("column_2", 3)], marks=pytest.mark.slow),
+    ],
+    ids=lambda plan: " ".join(f"{kind}:{ranks}" for kind, ranks in plan),
+)
+def test_lc_on_any_ranks_and_columns(
+    workers: Workers, tmp_path: Path, plan: list[tuple[str, int]]
+) -> None:
+    """Ranks fail between links; the chain is compacted after the second life."""
+    lives(workers, tmp_path, plan, fail=True, method="lc")
 
 
 def test_a_rank_fails_between_links(workers: Workers, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Make the golden checkpoints with tables stored as differences, of format version 2.
 
     python -m tests.golden.make_deltas tests/golden/deltas
+    python -m tests.golden.make_deltas tests/golden/lc --method lc
 
 As ``make`` does: made once, with the values that they restore to beside them in ``expected.npz``.
 """
@@ -15,11 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchrec_checknrun.codecs import Delta, Fisher, RowContext
+from torchrec_checknrun.codecs import Chained, Delta, Fisher, LcCheckpoint, RowContext
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.delta.digest import text_of
-from torchrec_checknrun.delta.link import Restored
-from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.delta.references import EncodeUpon, References, Restored
 from torchrec_checknrun.delta.rows import values_of
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.chunk import EncodedChunk
@@ -40,6 +40,7 @@ ROWS, DIM, AGES = 60, 12, 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types of the tables stored as differences, by table; ``fp32`` is split by columns."""
 SPLIT = {"fp32": [(0, 5), (5, DIM)]}
+LC_BITS = {"fp32": 2, "bf16": 3, "fp16": 4}
 ALONE = "fisher"
 """A table of rows that stand alone."""
 
@@ -56,11 +57,9 @@ class Recorder:
     def base(self) -> bool:
         return self.changes.base
 
-    def encode(
-        self, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, Restored]:
-        payload, after = self.changes.encode(self.references, ids, weight, wanted)
-        self.restored[ids] = values_of(after(np.arange(len(ids))), weight.dtype)
+    def encode(self, ids: torch.Tensor, encode_upon: EncodeUpon) -> tuple[torch.Tensor, Restored]:
+        payload, after = self.changes.encode(self.references, ids, encode_upon)
+        self.restored[ids] = values_of(after(np.arange(len(ids))), self.restored.dtype)
         return payload, after
 
 
@@ -81,7 +80,11 @@ def make_rows(table: str, age: int, columns: tuple[int, int]) -> RowBlock:
     return RowBlock(table, TableShape(ROWS, DIM), columns, ids, part, None, states)
 
 
-def make(into: Path) -> None:
+def codec_of(table: str, method: str) -> Chained:
+    return Delta(step=2.0**-12) if method == "delta" else LcCheckpoint(LC_BITS[table])
+
+
+def make(into: Path, method: str = "delta") -> None:
     """Write a base and links upon it, and the values that they restore to."""
     parent: Link | None = None
     expected: dict[str, torch.Tensor] = {}
@@ -95,11 +98,12 @@ def make(into: Path) -> None:
         for table in DTYPES:
             ranges = SPLIT.get(table, [(0, DIM)])
             keys = [(table, columns) for columns in ranges]
+            codec = codec_of(table, method)
             for key in keys:
-                held.setdefault(key, References(table, Rectangle(0, ROWS, *key[1])))
+                held.setdefault(key, codec.references(table, Rectangle(0, ROWS, *key[1])))
             changes = Transaction([held[key] for key in keys], base=age == 0)
             for key in keys:
-                chunks += _encode(changes, held[key], age, expected)
+                chunks += _encode(codec, changes, held[key], age, expected)
             before, after = changes.digests()[table]
             digests[table] = TableDigests(
                 None if before is None else text_of(before), text_of(after)
@@ -118,7 +122,11 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _encode(
-    changes: Transaction, references: References, age: int, expected: dict[str, torch.Tensor]
+    codec: Chained,
+    changes: Transaction,
+    references: References,
+    age: int,
+    expected: dict[str, torch.Tensor],
 ) -> list[EncodedChunk]:
     """Encode a table's rows in two chunks."""
     block = make_rows(references.table, age, references.columns)
@@ -126,7 +134,7 @@ def _encode(
     key = f"{references.table}.{references.columns[0]}"
     none = torch.zeros((ROWS, dim), dtype=block.weight.dtype)
     recorder = Recorder(changes, references, expected.setdefault(key, none))
-    encoding = TableEncoding(Delta(step=2.0**-12).upon(recorder, None), compress=age % 2 == 1)
+    encoding = TableEncoding(codec.upon(recorder), compress=age % 2 == 1)
     sums = expected.setdefault(f"{key}.momentum1", torch.zeros(ROWS))
     sums[block.ids] = block.optimizer["momentum1"]
     half = len(block.ids) // 2
@@ -201,7 +209,8 @@ def _manifest(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--method", choices=["delta", "lc"], default="delta")
     arguments = parser.parse_args()
     if os.path.exists(arguments.folder):
         parser.error(f"{arguments.folder} exists: golden checkpoints are made once")
-    make(arguments.folder)
+    make(arguments.folder, arguments.method)

@@ -28,9 +28,12 @@ from torchrec_checknrun.codecs.base import (
     SampledRows,
     Survey,
 )
-from torchrec_checknrun.codecs.fisher import Delta, Fisher
+from torchrec_checknrun.codecs.chained import Chained
+from torchrec_checknrun.codecs.delta import Delta
+from torchrec_checknrun.codecs.fisher import Fisher
 from torchrec_checknrun.codecs.importance import ImportanceWeighted
 from torchrec_checknrun.codecs.kmeans import KMeans
+from torchrec_checknrun.codecs.lc import LcCheckpoint
 from torchrec_checknrun.codecs.plain import Bf16, Exact, Fp16
 from torchrec_checknrun.codecs.rowwise import Rowwise
 from torchrec_checknrun.errors import UnsupportedFormat
@@ -48,7 +51,17 @@ ENTRY_POINTS = "torchrec_checknrun.codecs"
 
 _CODECS: dict[str, type[Codec]] = {
     codec.name: codec
-    for codec in (Exact, Fp16, Bf16, Rowwise, ImportanceWeighted, KMeans, Fisher, Delta)
+    for codec in (
+        Exact,
+        Fp16,
+        Bf16,
+        Rowwise,
+        ImportanceWeighted,
+        KMeans,
+        Fisher,
+        Delta,
+        LcCheckpoint,
+    )
 }
 
 
@@ -151,6 +164,7 @@ def settle(surveys: Iterable[Mapping[str, Survey]]) -> dict[str, Codec]:
 __all__ = [
     "NO_CONTEXT",
     "Bf16",
+    "Chained",
     "Codec",
     "CodecSpec",
     "Delta",
@@ -160,6 +174,7 @@ __all__ = [
     "Fp16",
     "ImportanceWeighted",
     "KMeans",
+    "LcCheckpoint",
     "Method",
     "Parameters",
     "RowContext",

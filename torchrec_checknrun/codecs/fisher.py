@@ -3,8 +3,8 @@
 A change of a row by a step costs loss in proportion to the row's Fisher information, for which the
 sum of its squared gradients stands: row-wise Adagrad's state, or Adam's second moment. So the step
 is ``c / sqrt(G)``, rounded to a power of two; rows without such state share the step ``c``. The
-rows' integers are in ``delta.rows``: each row by itself (``Fisher``), or as differences to what the
-checkpoint before restores (``Delta``).
+rows' integers are in ``delta.rows``; ``codecs.delta`` stores these as differences to what the
+checkpoint before restores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torchrec_checknrun.codecs.base import (
 )
 from torchrec_checknrun.codecs.budget import SAMPLE_ROWS, ImportanceSurvey
 from torchrec_checknrun.delta import rows as grids
-from torchrec_checknrun.delta.link import Restored
+from torchrec_checknrun.delta.references import Restored
 from torchrec_checknrun.delta.rows import EXACT, LEAST_EXPONENT, MOST_EXPONENT, Grid
 
 DEFAULT_MEAN_BITS = 3.0
@@ -39,21 +39,6 @@ _COUNTS = ("total_steps", "batch_size")
 _TOLD = ("current_loss", "total_steps", "batch_size")
 """What ``loss`` needs beside itself."""
 _MOST_BITS = 24.0
-_LINK = "link"
-"""The parameter of a block that tells a link from rows that stand alone."""
-
-
-class Recorder(Protocol):
-    """Encodes rows upon their predecessors, by global ids; ``Delta`` is given one at a cut."""
-
-    @property
-    def base(self) -> bool:
-        """Whether all rows stand alone."""
-
-    def encode(
-        self, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, Restored]:
-        """Encode rows as ``delta.rows.encode`` does, and note what they restore to."""
 
 
 class Fisher(Codec):
@@ -240,47 +225,6 @@ class Fisher(Codec):
         sound = torch.isfinite(cpu).all(dim=1)
         survey.add(cpu[sound], sums[sound])
         return _constant(survey, self._given)
-
-
-class Delta(Fisher):
-    """Rows as ``Fisher`` rounds them, stored as differences to what the checkpoint before restores.
-
-    A restore reads all checkpoints of the chain in order. Without a recorder, which a Checkpointer
-    gives it at a cut, the codec encodes rows that stand alone.
-    """
-
-    name: ClassVar[str] = "delta"
-    chained: ClassVar[bool] = True
-    _recorder: Recorder | None = None
-
-    def upon(self, recorder: Recorder, constant: float | None) -> Delta:
-        """Return the codec that encodes upon predecessors, with the constant of their base."""
-        found = copy.copy(self)
-        found._recorder = recorder
-        if found.constant is None:
-            found.constant = constant
-        return found
-
-    def adopt(self, settled: Codec) -> Codec:
-        assert isinstance(settled, Delta)
-        found = copy.copy(self)
-        if found.constant is None:
-            found.constant = settled.constant
-        return found
-
-    def needs_base(self, parameters: Parameters) -> bool:
-        return parameters.get(_LINK) is True
-
-    def _encoded(
-        self, weight: torch.Tensor, wanted: np.ndarray, context: RowContext
-    ) -> tuple[torch.Tensor, Restored]:
-        if self._recorder is None:
-            return super()._encoded(weight, wanted, context)
-        assert context.ids is not None, "rows are encoded upon predecessors by their ids"
-        return self._recorder.encode(context.ids, weight, wanted)
-
-    def _parameters(self) -> Parameters:
-        return {_LINK: True} if self._recorder is not None and not self._recorder.base else {}
 
 
 def refuse_untold(given: Mapping[str, object]) -> None:

@@ -23,6 +23,7 @@ from torchrec_checknrun.codecs import (
     Fp16,
     ImportanceWeighted,
     KMeans,
+    LcCheckpoint,
     Method,
     Rowwise,
     Settled,
@@ -31,13 +32,18 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.codecs.base import WIDTHS
 from torchrec_checknrun.codecs.kmeans import require_kmeans1d
+from torchrec_checknrun.codecs.lc import BITS as LC_BITS
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
 from torchrec_checknrun.errors import UnsupportedFormat
 
 _NARROW = ("fp16", "bf16")
 _ROWWISE = tuple(method.name.lower() for method in Method)
 _FISHER = ("fisher", "delta")
-METHODS = (*_ROWWISE, "kmeans", "importance", *_FISHER, *_NARROW)
+METHODS = (*_ROWWISE, "kmeans", "importance", *_FISHER, "lc", *_NARROW)
+ALONE = {"delta": "fisher", "lc": "adaptive"}
+"""By method whose rows build on the last checkpoint, the one that takes its place where they can't:
+each row by itself.
+"""
 _STEPS = ("step", "loss", "current_loss", "total_steps", "batch_size", "tail")
 """Fields for ``_FISHER`` alone."""
 SMALL_TABLE_ROWS = 1000
@@ -75,16 +81,18 @@ class Quantization:
 
     Attributes:
         bits: 2, 3, 4 or 8; None: exact, bit for bit, unless ``method`` has a width of its own;
-            ``"auto"``: from ``expected_restores``.
+            ``"auto"``: from ``expected_restores``. ``lc``: the paper's x, 2, 3 or 4: the changes
+            of ``2**bits - 1`` buckets of a chunk are kept.
         method: how a row is quantized: ``adaptive`` (the best), ``asymmetric`` (FBGEMM's min/max),
-            ``symmetric``, ``greedy`` (the paper's search), ``kmeans`` (slow: for reference). Or,
-            without ``bits``: ``importance`` (2, 4 or 8 bits a row, by its weight in the loss),
+            ``symmetric``, ``greedy`` (the paper's search), ``kmeans`` (slow: for reference), ``lc``
+            (LC-Checkpoint: changes since the last checkpoint; policy ``Consecutive``). Or, without
+            ``bits``: ``importance`` (2, 4 or 8 bits a row, by its weight in the loss),
             ``delta`` (differences to the last checkpoint, a step a row by its weight in the loss;
             policy ``Consecutive``), ``fisher`` (the same steps, each row by itself), ``fp16``,
             ``bf16``.
         expected_restores: how often the job will be restored (``policy.expected_restores``
             estimates it). Once the job was restored more often from quantized rows, the width
-            switches to 8 bits.
+            switches to 8 bits (not that of ``delta``, ``fisher`` and ``lc``).
         mean_bits: ``importance``: the budget, bits per value on average over all tables; default 4.
             ``delta``, ``fisher``: of a full checkpoint's trained rows, entropy-coded; default 3 if
             neither ``step`` nor ``loss`` is given.
@@ -104,8 +112,9 @@ class Quantization:
             1e-5; with ``current_loss``, ``total_steps`` (done so far) and ``batch_size``.
         tail: ``delta``, ``fisher``: limit steps by the largest learning rate since the last full
             checkpoint, so that rows of rare ids keep their training; more bytes.
-        reference_bytes: ``delta``: a rank's memory for what the last checkpoint restores; tables
-            beyond are stored by ``fisher``. None: half of the free memory.
+        reference_bytes: ``delta``, ``lc``: a rank's memory for what the last checkpoint restores
+            (by ``lc`` as much as the tables in fp32); tables beyond are stored by ``fisher``, and
+            ``adaptive`` of as many bits. None: half of the free memory.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
@@ -165,6 +174,10 @@ class Quantization:
             raise ValueError(f"method must be one of {METHODS}, not {self.method!r}")
         if self.bits is not None and self.method in ("importance", *_FISHER, *_NARROW):
             raise ValueError(f"method {self.method!r} has widths of its own: leave bits out")
+        if self.method == "lc" and self.bits not in LC_BITS:
+            raise ValueError(
+                f"method 'lc' keeps the changes of 2**bits - 1 buckets: give bits, one of {LC_BITS}"
+            )
         if self.bits == "auto" and self.expected_restores is None:
             raise ValueError(
                 "bits='auto' is chosen from expected_restores: give it (policy.expected_restores "
@@ -207,7 +220,7 @@ class Quantization:
         if codec.chained:
             raise ValueError(
                 f"{codec!r} builds on what the last checkpoint restores, which Checkpointer keeps: "
-                "choose it by method='delta'"
+                "choose it by method='delta' or 'lc'"
             )
         spec = codec.spec()
         if any(type(value) not in _SPEC_TYPES for value in spec.values()):
@@ -273,18 +286,19 @@ class Quantization:
         return [choice._encoding.codec for choice in (self, *self.tables.values())]
 
     @property
-    def uses_delta(self) -> bool:
-        """Whether links are chosen for any tables."""
-        return any(q.method == "delta" for q in (self, *self.tables.values()))
+    def link_method(self) -> str | None:
+        """The method by which any tables build on the last checkpoint; None if none do."""
+        return next((q.method for q in (self, *self.tables.values()) if q.method in ALONE), None)
 
-    def without_delta(self, tables: Iterable[str]) -> Quantization:
-        """Return the choice with ``fisher`` in place of ``delta`` for some tables."""
+    def without_links(self, tables: Iterable[str]) -> Quantization:
+        """Return the choice with each row by itself for some tables that have links; see
+        ``ALONE``.
+        """
         alone = {}
         for table in tables:
             found = (q for pattern, q in self.tables.items() if fnmatchcase(table, pattern))
             choice = next(found, self)
-            assert choice.method == "delta"
-            alone[escape(table)] = replace(choice, method="fisher", tables={})
+            alone[escape(table)] = replace(choice, method=ALONE[choice.method], tables={})
         return replace(self, tables={**alone, **self.tables})
 
     def widths(self, tables: Mapping[str, int]) -> dict[str, int]:
@@ -298,6 +312,8 @@ class Quantization:
 
     @property
     def _is_narrow(self) -> bool:
+        if self.method == "lc":  # what a link leaves out, the next one brings
+            return False
         if self.codec is not None:
             return self.codec.lossy and self.codec.value_bits < MOST
         return self.method == "importance" or self.width is not None
@@ -326,6 +342,9 @@ class Quantization:
                 batch_size=self.batch_size,
                 tail=self.tail,
             )
+        if self.method == "lc":
+            assert isinstance(self.bits, int)
+            return LcCheckpoint(self.bits)
         if self.method in _NARROW:
             return Fp16() if self.method == "fp16" else Bf16()
         if self.bits is None:

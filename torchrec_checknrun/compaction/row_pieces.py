@@ -16,10 +16,9 @@ import torch
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace as replaced
 
-from torchrec_checknrun.codecs import Exact, row_state
+from torchrec_checknrun.codecs import Chained, Exact, row_state
 from torchrec_checknrun.codecs.base import join_rows
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.delta.rows import encode_grid
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.checks import Options
@@ -129,8 +128,10 @@ def _decoded(stored: StoredRows, chosen: np.ndarray) -> EncodedRows:
 
 def _alone(stored: StoredRows, chosen: np.ndarray, references: References) -> EncodedRows:
     """Encode what rows restore to in the end of their chain, upon nothing."""
-    data = encode_grid(newest_rows(references, stored, chosen))
-    return replace(stored.weight, parameters={}, data=data, count=len(chosen))
+    codec = stored.header.codec
+    assert isinstance(codec, Chained)
+    data, parameters = codec.alone(newest_rows(references, stored, chosen), stored.header.dtype)
+    return replace(stored.weight, parameters=parameters, data=data, count=len(chosen))
 
 
 def chunks_of(pieces: Iterable[Piece]) -> Iterator[EncodedChunk]:

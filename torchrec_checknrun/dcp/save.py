@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as DcpStorageWrit
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.codecs.quantization import ALONE, Quantization
 from torchrec_checknrun.dcp.interval import DirectInterval
 from torchrec_checknrun.errors import InvalidPlan
 from torchrec_checknrun.format.chunk import EncodedChunk
@@ -86,10 +86,10 @@ class SavePlanner(DcpSavePlanner):
     ) -> None:
         self._tracked = tracked
         self._quantization = (quantization or Quantization()).resolved(lossy_restores=0)
-        if self._quantization.uses_delta:
+        if (method := self._quantization.link_method) is not None:
             raise ValueError(
-                "quantization method='delta' needs what the last checkpoint restores, which only "
-                "Checkpointer keeps: use method='fisher', the same steps without differences"
+                f"quantization method={method!r} needs what the last checkpoint restores, which "
+                f"only Checkpointer keeps: use method={ALONE[method]!r}, each row by itself"
             )
         self._per_rank = frozenset(per_rank)
         self._replicated = frozenset(replicated)

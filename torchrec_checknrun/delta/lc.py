@@ -15,6 +15,8 @@ positions (8 bytes) and values (fp32) of exceptions; the codes (``huffman.pack``
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ from torchrec_checknrun.delta import huffman
 
 LEAST_BITS, MOST_BITS = 1, 4
 _HEAD = struct.Struct("<BBI")
+_LEAST_KEY = 2 * -148
+"""The ``_keys`` of fp32's least number."""
 _POSITION = np.dtype("<u8")
 _VALUE = np.dtype("<f4")
 
@@ -46,10 +50,9 @@ class _Link:
 
     def added_to(self, before: np.ndarray) -> np.ndarray:
         """Return the restored values; the only place that adds."""
-        after = before.copy()
-        moved = self.numbers > 0
+        by_number = np.append(np.float32(-0.0), self.values)  # x + -0.0 is x, to the bit
         with np.errstate(over="ignore", invalid="ignore"):
-            after[moved] += self.values[self.numbers[moved] - 1]
+            after = before + by_number[self.numbers]
         after[self.positions] = self.exact
         return after
 
@@ -59,7 +62,8 @@ def encode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode the change of values since their restored predecessors.
 
-    Values that are not finite, or whose predecessor or sum is not, are stored bit for bit.
+    Values that are not finite, or whose predecessor or sum is not (in the type of the values), are
+    stored bit for bit.
 
     Args:
         weight: the values, of fp32, bf16 or fp16.
@@ -76,6 +80,13 @@ def encode(
         raise ValueError(f"bits must be {LEAST_BITS} to {MOST_BITS}, not {bits!r}")
     assert weight.shape == before.shape
     assert before.dtype == torch.float32
+    with _denormals():
+        return _encode(weight, before, bits)
+
+
+def _encode(
+    weight: torch.Tensor, before: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     now = weight.detach().to("cpu", torch.float32).reshape(-1).numpy()
     known = before.detach().reshape(-1).numpy()
     with np.errstate(over="ignore", invalid="ignore"):
@@ -84,7 +95,8 @@ def encode(
     values, numbers = _buckets(np.where(sound, change, np.float32(0)), bits)
     nowhere = np.zeros(0, np.int64)
     sums = _Link(values, numbers, nowhere, now[nowhere]).added_to(known)
-    positions = np.flatnonzero(~(sound & np.isfinite(sums)))
+    restored = torch.from_numpy(sums).to(weight.dtype)  # a narrow type may overflow
+    positions = np.flatnonzero(~(sound & torch.isfinite(restored).numpy()))
     numbers[positions] = 0
     link = _Link(values, numbers, positions, now[positions])
     after = torch.from_numpy(link.added_to(known)).view(before.shape)
@@ -107,8 +119,9 @@ def decode(payload: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """
     assert before.dtype == torch.float32
     known = before.detach().reshape(-1).numpy()
-    link = _unpack(payload.numpy().tobytes(), known.size)
-    after = link.added_to(known)
+    with _denormals():
+        link = _unpack(payload.numpy().tobytes(), known.size)
+        after = link.added_to(known)
     unknown = ~np.isfinite(after)
     unknown[link.positions] = False
     if unknown.any():
@@ -119,17 +132,34 @@ def decode(payload: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(after).view(before.shape)
 
 
+@contextmanager
+def _denormals() -> Iterator[None]:
+    """Count with denormal numbers, though this thread may take them for zero to train faster: a
+    restore in another process does.
+    """
+    tiny = np.full(1, 2.0**-149, np.float32)
+    flushed = not (tiny + tiny).any()
+    if flushed:
+        torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushed:
+            torch.set_flush_denormal(True)
+
+
 def _buckets(change: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Sort finite changes into buckets; return the kept buckets' values, and all bucket numbers."""
-    keys = _keys(change)
-    found = np.unique(keys[change != 0])[::-1][: 2**bits - 1]
+    keys = _keys(change) - _LEAST_KEY
+    found = np.flatnonzero(np.bincount(keys[change != 0]))[::-1][: 2**bits - 1]
+    number_of = np.zeros(int(keys.max(initial=0)) + 1, np.uint8)
+    number_of[found] = np.arange(1, len(found) + 1)
+    numbers = number_of[keys]
+    numbers[change == 0] = 0
     values = np.zeros(len(found), np.float32)
-    numbers = np.zeros(len(change), np.uint8)
-    for number, key in enumerate(found.tolist()):
-        members = (keys == key) & (change != 0)
-        own = change[members].astype(np.float64)
-        values[number] = (own.min() + own.max()) / 2
-        numbers[members] = number + 1
+    for i in range(len(found)):
+        own = change[numbers == i + 1]
+        values[i] = (float(own.min()) + float(own.max())) / 2
     return values, numbers
 
 

@@ -1,65 +1,33 @@
-"""Keep in memory what a shard's rows restore to: the predecessors of the next link.
+"""Define what keeps the predecessors of the next link: what the rows of a shard restore to.
 
-A row takes a byte for each code and two more. Rows with codes beyond a byte lie in memory beside,
-as 16 or 32 bits a code; of a row stored bit for bit only the digest is kept, since nothing builds
-on such a row. So the predecessors of fp32 tables take little more than a quarter of the tables.
+Each codec whose links build on them keeps them in its own way; saves, restores, compaction and
+readers treat all alike.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
+from typing import ClassVar
 
 import numpy as np
 import torch
 
-from torchrec_checknrun.delta import kernel
-from torchrec_checknrun.delta.digest import WORD, row_digests, total
-from torchrec_checknrun.delta.rows import Grid, Kind
-from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.delta.grid import Grid
 from torchrec_checknrun.shards import Rectangle
 
-_BIAS = 150
-"""Added to exponents, which then fit into a byte."""
-_LEAST_SLOT = 8
-"""Bytes of the narrowest row: a digest, or a place beside."""
-_BESIDE_PART = 8
-"""One of so many rows is expected to lie beside, in 16 bits a code."""
+BLOCK_ROWS = 1 << 16
+"""Rows that are copied at a time."""
+
+Undo = Callable[[], object]
+"""Puts rows of references back as they were; the caller sees to the digest."""
+Note = Callable[[Undo], object]
+"""Receives an ``Undo`` before the new rows can be lost by an error."""
+Restored = Callable[[np.ndarray], Grid]
+"""Returns what some of the encoded rows restore to, by their positions among these."""
 
 
-class _Form(IntEnum):
-    """How a row is kept."""
-
-    NONE = 0
-    BYTES = 1
-    SHORT = 2
-    LONG = 3
-    DIGEST = 4
-
-
-_TYPES = {_Form.SHORT: np.int16, _Form.LONG: np.int32}
-
-
-@dataclass
-class Record:
-    """Some rows of references as they were, to be put back.
-
-    Attributes:
-        positions: ``(n,)`` int64.
-        forms, exponents: ``(n,)`` uint8, as kept.
-        slots: ``(n, bytes)`` uint8, as kept; without meaning for rows that lie beside.
-        beside: the rows' codes, by form.
-    """
-
-    positions: np.ndarray
-    forms: np.ndarray
-    exponents: np.ndarray
-    slots: np.ndarray
-    beside: dict[_Form, np.ndarray]
-
-
-class References:
+class References(ABC):
     """What the rows of one shard restore to.
 
     Args:
@@ -70,309 +38,57 @@ class References:
         digest: of all rows, modulo 2**64.
     """
 
+    keeps_bits: ClassVar[bool]
+    """Whether ``gather`` returns the bits of rows that are stored bit for bit."""
+
     def __init__(self, table: str, rectangle: Rectangle) -> None:
         self.table = table
         self.rectangle = rectangle
         self.columns = (rectangle.col_start, rectangle.col_stop)
-        n, cols = rectangle.rows, rectangle.cols
-        self._forms = np.zeros(n, np.uint8)
-        self._exponents = np.zeros(n, np.uint8)
-        self._slots = np.zeros((n, max(_LEAST_SLOT, cols)), np.uint8)
-        self._beside = {form: _Beside(cols, dtype) for form, dtype in _TYPES.items()}
         self.digest = 0
 
     @staticmethod
+    @abstractmethod
     def expected_bytes(rectangle: Rectangle) -> int:
-        """Estimate the memory for a shard's rows; an eighth is taken to need 16 bits a code."""
-        row = 2 + max(_LEAST_SLOT, rectangle.cols) + 2 * rectangle.cols // _BESIDE_PART
-        return rectangle.rows * row
+        """Estimate the memory for a shard's rows."""
 
     @property
+    @abstractmethod
     def bytes(self) -> int:
         """Memory that is taken."""
-        beside = sum(rows.bytes for rows in self._beside.values())
-        return self._forms.nbytes + self._exponents.nbytes + self._slots.nbytes + beside
 
+    @abstractmethod
     def clear(self) -> None:
         """Forget all rows; the memory stays for the next ones."""
-        self._forms[:] = _Form.NONE
-        for rows in self._beside.values():
-            rows.clear()
-        self.digest = 0
 
+    @abstractmethod
     def gather(self, positions: np.ndarray) -> Grid:
         """Return rows by position in the shard, ``(n,)`` int64.
 
-        The codes of rows stored bit for bit are not known, and 0.
+        Unless ``keeps_bits``, the codes of rows stored bit for bit are not known, and 0.
         """
-        if has_extension():
-            found = Grid.empty(len(positions), self.rectangle.cols)
-            beside = torch.ops.checknrun.delta_gather(
-                torch.from_numpy(positions), *self._tensors, *_tensors_of(found)
-            )
-        else:
-            found, beside = self._gather(positions), True
-        if beside:
-            forms = self._forms[positions]
-            for form, rows in self._beside.items():
-                here = forms == form
-                if here.any():
-                    found.codes[here] = rows.at(self._places(positions[here]))
-        return found
 
-    def _gather(self, positions: np.ndarray) -> Grid:
-        """Return rows, but the codes of those that lie beside."""
-        forms = self._forms[positions]
-        found = Grid.none(len(positions), self.rectangle.cols)
-        near = forms == _Form.BYTES
-        found.codes[near] = self._slots[positions[near], : self.rectangle.cols].view(np.int8)
-        on_grid = (forms != _Form.NONE) & (forms != _Form.DIGEST)
-        found.kind[on_grid] = Kind.GRID
-        found.kind[forms == _Form.DIGEST] = Kind.VERBATIM
-        exponents = self._exponents[positions].astype(np.int16) - _BIAS
-        found.exponent[on_grid] = exponents[on_grid]
-        return found
-
-    def scatter(self, positions: np.ndarray, rows: Grid, before: Grid | None = None) -> None:
+    @abstractmethod
+    def scatter(self, positions: np.ndarray, rows: Grid) -> None:
         """Replace rows by position in the shard, ``(n,)`` int64, all different.
 
-        Args:
-            before: the rows as ``gather`` returns them now, if they are at hand.
-        """
-        gone = total(self.digests(positions, before))
-        self._release(positions)
-        digests = row_digests(positions + self.rectangle.row_start, self.columns, rows)
-        if has_extension():
-            beside = torch.ops.checknrun.delta_scatter(
-                torch.from_numpy(positions),
-                *_tensors_of(rows),
-                torch.from_numpy(digests.view(np.int64)),
-                *self._tensors,
-            )
-        else:
-            self._scatter(positions, rows, digests)
-            beside = True
-        if beside:
-            forms = self._forms[positions]
-            for form, held in self._beside.items():
-                here = forms == form
-                if here.any():
-                    self._set_words(positions[here], held.add(rows.codes[here]))
-        self.digest = (self.digest - gone + total(digests)) % WORD
-
-    def _scatter(self, positions: np.ndarray, rows: Grid, digests: np.ndarray) -> None:
-        """Replace rows, but the codes of those that are to lie beside."""
-        forms = _forms_of(rows.codes)
-        forms[rows.kind == Kind.VERBATIM] = _Form.DIGEST
-        forms[rows.kind == Kind.NONE] = _Form.NONE
-        self._forms[positions] = forms
-        self._exponents[positions] = np.where(rows.kind == Kind.GRID, rows.exponent + _BIAS, 0)
-        near, exact = forms == _Form.BYTES, forms == _Form.DIGEST
-        codes = rows.codes[near].astype(np.int8).view(np.uint8)
-        self._slots[positions[near], : self.rectangle.cols] = codes
-        self._set_words(positions[exact], digests[exact])
-
-    def link(
-        self,
-        positions: np.ndarray,
-        weight: torch.Tensor,
-        wanted: np.ndarray,
-        reset: int,
-        note: Callable[[Record], object],
-    ) -> tuple[np.ndarray, list[int]]:
-        """Encode rows upon those kept here, and keep the new ones, by the compiled operation.
-
-        Args:
-            positions: ``(n,)`` int64, sorted and distinct.
-            weight: ``(n, cols)`` on the CPU, each row in one piece.
-            wanted: ``(n,)`` int16 exponents.
-            reset: powers of two by which a step may not grow; beyond, a row stands alone.
-            note: receives the rows as they were, as soon as they are changed.
-
-        Returns:
-            Streams and their sizes, as ``kernel.encode_rows`` does.
-
         Raises:
-            ValueError: rows kept here are not sound; nothing was changed.
+            ValueError: such rows can't be kept here.
         """
-        n, beside = len(positions), [rows.all for rows in self._beside.values()]
-        old = Record(
-            positions,
-            np.empty(n, np.uint8),
-            np.empty(n, np.uint8),
-            np.empty((n, self._slots.shape[1]), np.uint8),
-            {},
-        )
-        data, sizes, *rest = torch.ops.checknrun.delta_link(
-            torch.from_numpy(positions),
-            weight,
-            torch.from_numpy(wanted),
-            reset,
-            self.rectangle.row_start,
-            *self.columns,
-            *self._tensors,
-            *map(torch.from_numpy, (*beside, old.forms, old.exponents, old.slots)),
-            kernel.BUILD,
-        )
-        shorts, longs, *freed, moved, codes = (tensor.numpy() for tensor in rest[:-2])
-        old.beside = {_Form.SHORT: shorts, _Form.LONG: longs}
-        note(old)
-        for rows, places in zip(self._beside.values(), freed, strict=True):
-            rows.release(places)
-        forms = _forms_of(codes)
-        for form, rows in self._beside.items():
-            here = positions[moved[forms == form]]
-            if len(here):
-                self._set_words(here, rows.add(codes[forms == form]))
-                self._forms[here] = form
-        before, after = rest[-2:]
-        self.digest = (self.digest - before + after) % WORD
-        return data.numpy(), sizes
 
-    @property
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Forms, exponents and slots as the compiled operations take them."""
-        forms, exponents = torch.from_numpy(self._forms), torch.from_numpy(self._exponents)
-        return forms, exponents, torch.from_numpy(self._slots)
-
-    def digests(self, positions: np.ndarray, known: Grid | None = None) -> np.ndarray:
-        """Return rows' digests by position, ``(n,)`` uint64.
-
-        Args:
-            known: the rows as ``gather`` returns them, if they are at hand.
-        """
-        rows = self.gather(positions) if known is None else known
-        found = row_digests(positions + self.rectangle.row_start, self.columns, rows)
-        exact = rows.kind == Kind.VERBATIM
-        found[exact] = self._words(positions[exact])
-        return found
-
-    def record(self, positions: np.ndarray) -> Record:
+    @abstractmethod
+    def undo(self, positions: np.ndarray) -> Undo:
         """Copy rows, to be put back."""
-        forms = self._forms[positions]
-        beside = {
-            form: rows.at(self._places(positions[forms == form]))
-            for form, rows in self._beside.items()
-        }
-        slots = self._slots[positions]
-        return Record(positions, forms, self._exponents[positions], slots, beside)
 
-    def put_back(self, record: Record) -> None:
-        """Replace rows by recorded ones; the caller sees to the digest."""
-        positions = record.positions
-        self._release(positions)
-        self._forms[positions] = record.forms
-        self._exponents[positions] = record.exponents
-        self._slots[positions] = record.slots
-        for form, codes in record.beside.items():
-            here = record.forms == form
-            if here.any():
-                self._set_words(positions[here], self._beside[form].add(codes))
-
+    @abstractmethod
     def part(self, rectangle: Rectangle) -> References:
-        """Copy a range of the rows."""
-        if rectangle == self.rectangle:
-            return self
-        start = rectangle.row_start - self.rectangle.row_start
-        found = References(self.table, rectangle)
-        for at in range(0, rectangle.rows, _BLOCK_ROWS):
-            here = np.arange(at, min(at + _BLOCK_ROWS, rectangle.rows))
-            record = self.record(here + start)
-            found.digest = (found.digest + total(self.digests(record.positions))) % WORD
-            record.positions = here
-            found.put_back(record)
-        return found
-
-    def _release(self, positions: np.ndarray) -> None:
-        """Give up what rows take beside."""
-        forms = self._forms[positions]
-        for form, rows in self._beside.items():
-            here = forms == form
-            if here.any():
-                rows.release(self._places(positions[here]))
-
-    def _places(self, positions: np.ndarray) -> np.ndarray:
-        """Return where rows lie beside."""
-        return self._words(positions).astype(np.int64)
-
-    def _words(self, positions: np.ndarray) -> np.ndarray:
-        """Return the 64 bits at the start of rows' slots, ``(n,)`` uint64."""
-        words = np.ascontiguousarray(self._slots[positions, :_LEAST_SLOT])
-        found: np.ndarray = words.view(np.uint64)[:, 0]
-        return found
-
-    def _set_words(self, positions: np.ndarray, words: np.ndarray) -> None:
-        wide = np.ascontiguousarray(words).astype(np.uint64).view(np.uint8)
-        self._slots[positions, :_LEAST_SLOT] = wide.reshape(-1, _LEAST_SLOT)
+        """Copy a range of the rows; return these references themselves for the whole range."""
 
 
-def _forms_of(codes: np.ndarray) -> np.ndarray:
-    """Return the forms of rows on grids, by their codes."""
-    largest = np.abs(codes.astype(np.int64)).max(axis=1, initial=0)
-    forms = np.full(len(codes), _Form.BYTES, np.uint8)
-    forms[largest > np.iinfo(np.int8).max] = _Form.SHORT
-    forms[largest > np.iinfo(np.int16).max] = _Form.LONG
-    return forms
+EncodeUpon = Callable[[References, np.ndarray, Note], tuple[torch.Tensor, Restored]]
+"""Encodes rows upon references, which keep the new rows in turn.
 
-
-_BLOCK_ROWS = 1 << 16
-"""Rows that are copied at a time."""
-
-
-def _tensors_of(rows: Grid) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return kinds, exponents and codes as the compiled operations take them."""
-    kind, exponent = np.ascontiguousarray(rows.kind), np.ascontiguousarray(rows.exponent)
-    codes = torch.from_numpy(np.ascontiguousarray(rows.codes))
-    return torch.from_numpy(kind), torch.from_numpy(exponent), codes
-
-
-class _Beside:
-    """Rows of wider codes, at places of their own."""
-
-    def __init__(self, cols: int, dtype: type[np.int16 | np.int32]) -> None:
-        self._rows = np.empty((0, cols), dtype)
-        self._used = 0
-        self._free: list[np.ndarray] = []
-
-    @property
-    def bytes(self) -> int:
-        return self._rows.nbytes
-
-    @property
-    def all(self) -> np.ndarray:
-        """All rows by place, free places included."""
-        return self._rows
-
-    def at(self, places: np.ndarray) -> np.ndarray:
-        found: np.ndarray = self._rows[places]
-        return found
-
-    def add(self, codes: np.ndarray) -> np.ndarray:
-        """Add rows; return their places."""
-        places = [np.empty(0, np.int64)]
-        wanted = len(codes)
-        while wanted and self._free:
-            free = self._free.pop()
-            places.append(free[:wanted])
-            if len(free) > wanted:
-                self._free.append(free[wanted:])
-            wanted -= len(places[-1])
-        if self._used + wanted > len(self._rows):
-            grown = max(self._used + wanted, len(self._rows) + len(self._rows) // 4)
-            rows = np.empty((grown, self._rows.shape[1]), self._rows.dtype)
-            rows[: self._used] = self._rows[: self._used]
-            self._rows = rows
-        places.append(np.arange(self._used, self._used + wanted))
-        self._used += wanted
-        found = np.concatenate(places)
-        self._rows[found] = codes
-        return found
-
-    def release(self, places: np.ndarray) -> None:
-        """Free places."""
-        if len(places):
-            self._free.append(places)
-
-    def clear(self) -> None:
-        """Free all places."""
-        self._used, self._free = 0, []
+Takes the references, the rows' positions in the shard, ``(n,)`` int64, sorted and distinct, and
+what notes how to undo the change; returns the payload, 1-D uint8, and the new rows, as long as the
+references hold them. If it raises ValueError, the references are as they were.
+"""

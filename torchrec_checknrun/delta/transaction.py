@@ -10,12 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from torchrec_checknrun.delta.digest import WORD
-from torchrec_checknrun.delta.link import Restored, encode_upon
-from torchrec_checknrun.delta.references import Record, References
+from torchrec_checknrun.delta.references import EncodeUpon, References, Restored, Undo
 from torchrec_checknrun.errors import SaveFailed
 
 TableDigests = dict[str, tuple[int | None, int]]
@@ -36,31 +34,32 @@ class Transaction:
         self._lock = threading.Lock()
         self._open = True
         self._cleared = not base
-        self._undo: list[tuple[References, Record]] = []
+        self._undo: list[Undo] = []
         self._before = [one.digest for one in self._references]
 
     def encode(
-        self, references: References, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
+        self, references: References, ids: torch.Tensor, encode_upon: EncodeUpon
     ) -> tuple[torch.Tensor, Restored]:
-        """Encode rows upon their predecessors, which they replace; see ``link.encode_upon``.
+        """Encode rows upon their predecessors, which they replace.
 
         Args:
             ids: ``(n,)`` int64, global, sorted and distinct.
+            encode_upon: encodes the rows.
 
         Raises:
             SaveFailed: the save was given up.
         """
         positions = ids.cpu().numpy() - references.rectangle.row_start
 
-        def note(record: Record) -> None:
+        def note(undo: Undo) -> None:
             if not self.base:
-                self._undo.append((references, record))
+                self._undo.append(undo)
 
         with self._lock:
             if not self._open:
                 raise SaveFailed("the save whose rows were to be encoded was given up")
             self._clear()
-            return encode_upon(references, weight, positions, wanted, note)
+            return encode_upon(references, positions, note)
 
     def digests(self) -> TableDigests:
         """Return the tables' digests before and after the save, once all rows are encoded."""
@@ -84,8 +83,8 @@ class Transaction:
         """
         with self._lock:
             self._open = False
-            for references, record in reversed(self._undo):
-                references.put_back(record)
+            for put_back in reversed(self._undo):
+                put_back()
             if not self.base:
                 for one, before in zip(self._references, self._before, strict=True):
                     one.digest = before

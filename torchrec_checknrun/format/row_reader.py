@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from torchrec_checknrun.delta.rows import Grid, apply, verbatim
+from torchrec_checknrun.codecs import Chained
+from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.chunk import open_sections
@@ -108,18 +109,29 @@ class StoredRows:
         with self._refusing():
             return self.weight.select(chosen)
 
-    def grid(self, before: Grid | None, chosen: slice) -> Grid:
-        """Decode chosen rows as integers, upon their predecessors; see ``delta.rows.apply``."""
-        whole = (chosen.start, chosen.stop) == (0, self.header.count)
-        positions = None if whole else np.arange(chosen.start, chosen.stop)
-        header = self.header
+    def add_to(self, references: References, chosen: slice) -> None:
+        """Replace rows of references by chosen rows, which are decoded upon their predecessors
+        there.
+        """
+        header, codec = self.header, self.header.codec
+        assert isinstance(codec, Chained)
+        at = self.ids[chosen] - references.rectangle.row_start
+        positions = np.arange(chosen.start, chosen.stop)
         with self._refusing():
-            return apply(self.weight.data, header.count, header.cols, before, positions)
+            if not isinstance(references, codec.references):
+                raise ValueError(f"codec {codec.name!r} upon rows of another codec")
+            before = references.gather(at) if header.is_link else None
+            found = codec.apply(
+                self.weight.data, header.parameters, header.count, before, positions, header.cols
+            )
+            references.scatter(at, found)
 
     def verbatim(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows stored bit for bit; see ``delta.rows.verbatim``."""
+        """Return the rows stored bit for bit; see ``codecs.chained.Chained.verbatim_rows``."""
+        header, codec = self.header, self.header.codec
+        assert isinstance(codec, Chained)
         with self._refusing():
-            return verbatim(self.weight.data, self.header.count, self.header.cols)
+            return codec.verbatim_rows(self.weight.data, header.count, header.cols)
 
     def state(self, name: str, chosen: Chosen) -> torch.Tensor:
         """Decode chosen rows of an optimizer state, on the CPU."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.codecs.quantization import ALONE, Quantization
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.memory.partial import PartialRecovery
@@ -36,6 +36,7 @@ _LONGEST_SECONDS = 1e8
 _ROOT = (
     'root must be a folder or URL such as "/checkpoints/run-17" or "s3://bucket/run-17", not {!r}'
 )
+_ALIKE = {"delta": "has the same steps", "lc": "has the same bits"}
 _ONLY_HYDRA = {
     "images": "survive=Images()",
     "peers": "partial=PartialRecovery(max_pls=0.01, total_steps=100_000, peers=PeerCopies())",
@@ -256,22 +257,25 @@ def as_policy(policy: object, with_links: bool = False) -> Policy:
     return policy  # type: ignore[return-value]  # it has ``decide``
 
 
-def require_links(policy: Policy, background: str) -> None:
+def require_links(method: str, policy: Policy, background: str) -> None:
     """Refuse what can't be combined with tables stored as differences to the last checkpoint.
+
+    Args:
+        method: the one of ``Quantization`` that stores tables so.
 
     Raises:
         ValueError: names the remedy.
     """
     if isinstance(policy, (OneShot, Intermittent)):
         raise ValueError(
-            "quantization method='delta' stores differences to the last checkpoint, and policy "
+            f"quantization method={method!r} stores differences to the last checkpoint, and policy "
             f"{type(policy).__name__} saves rows since the last full one: use Consecutive(), or "
-            "method='fisher', which has the same steps and needs no other checkpoint"
+            f"method={ALONE[method]!r}, which {_ALIKE[method]} and needs no other checkpoint"
         )
     if background == "process":
         raise ValueError(
-            "quantization method='delta' encodes rows upon what the last checkpoint restores, and "
-            "this process holds that: use background='thread', or method='fisher'"
+            f"quantization method={method!r} encodes rows upon what the last checkpoint restores, "
+            f"and this process holds that: use background='thread', or method={ALONE[method]!r}"
         )
 
 

@@ -109,9 +109,11 @@ class Options:
         self._set("state", arguments.as_states(self.state))
         self._set("per_rank_buffers", arguments.as_buffers(self.per_rank_buffers, self.model))
         self._set("quantization", arguments.as_quantization(self.quantization))
-        self._set("policy", arguments.as_policy(self.policy, self.quantization.uses_delta))
-        if self.quantization.uses_delta:
-            arguments.require_links(self.policy, self.background)
+        self._set(
+            "policy", arguments.as_policy(self.policy, self.quantization.link_method is not None)
+        )
+        if (method := self.quantization.link_method) is not None:
+            arguments.require_links(method, self.policy, self.background)
         self._set("every_steps", arguments.as_steps(self.every_steps))
         self._set("triggers", arguments.as_triggers(self.triggers))
 

@@ -1,7 +1,7 @@
 """Build what tables stored as differences restore to, before a row of a model is touched.
 
-Base and links of a chain are read in order into references: integers, each range of columns as it
-was stored, whatever the shards are now. Their digests, added up over all ranks, must be the ones
+Base and links of a chain are read in order into references, each range of columns as it was stored,
+whatever the shards are now. Their digests, added up over all ranks, must be the ones
 that the checkpoint was committed with. Only then do rows go to the shards.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from torchrec_checknrun.codecs import Chained
 from torchrec_checknrun.delta.digest import WORD, text_of
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.delta.rows import Grid, Kind, values_of
@@ -106,7 +107,8 @@ class LinkRestore:
             return
         rows = reach(self._shards[i], header)
         place = replace(rows, col_start=columns[0], col_stop=columns[1])
-        self._held[i, columns] = References(self._shards[i].table, place)
+        assert isinstance(header.codec, Chained)
+        self._held[i, columns] = header.codec.references(self._shards[i].table, place)
         # Of the shards that split these columns among them the first counts.
         whole = Rectangle(0, header.shape.rows, *columns).intersect(place)
         counts = whole is not None and own.col_start <= columns[0] < own.col_stop
@@ -131,10 +133,7 @@ class LinkRestore:
             start, stop = map(int, np.searchsorted(rows.ids, (own.row_start, own.row_stop)))
             if start == stop:
                 continue
-            positions = rows.ids[start:stop] - own.row_start
-            before = references.gather(positions) if header.is_link else None
-            found = rows.grid(before, slice(start, stop))
-            references.scatter(positions, found)
+            rows.add_to(references, slice(start, stop))
 
     def values(self, i: int, rows: StoredRows, chosen: Chosen) -> torch.Tensor:
         """Return what a shard's rows restore to in the end, ``(n, cols)`` of the stored type.
@@ -177,13 +176,13 @@ def reach(shard: LocalShard, header: RowsHeader) -> Rectangle:
 def newest_rows(references: References, rows: StoredRows, chosen: Chosen) -> Grid:
     """Return what chosen rows of a chunk restore to in the end of a chain.
 
-    References don't keep the bits of rows that are stored bit for bit: the newest chunk with such a
-    row has these.
+    Where references don't keep the bits of rows that are stored bit for bit, the newest chunk with
+    such a row has these.
     """
     ids = rows.ids[chosen]
     found = references.gather(ids - references.rectangle.row_start)
     exact = np.flatnonzero(found.kind == Kind.VERBATIM)
-    if len(exact):
+    if len(exact) and not references.keeps_bits:
         positions, bits = rows.verbatim()
         at = np.searchsorted(positions, np.arange(len(rows.ids))[chosen][exact])
         known = at < len(positions)

@@ -147,7 +147,7 @@ class Assembly:
 def _within_memory(options: Options, tracked: TrackedModel, ranks: Ranks) -> Options:
     """Have tables stored alone whose references don't fit into some rank's memory; a collective."""
     chosen = options.quantization.resolved(lossy_restores=0)
-    if not options.quantization.uses_delta:
+    if options.quantization.link_method is None:
         return options
     most = options.quantization.reference_bytes
     most = REFERENCE_SHARES * default_budget() if most is None else most
@@ -156,12 +156,12 @@ def _within_memory(options: Options, tracked: TrackedModel, ranks: Ranks) -> Opt
     if tables and ranks.rank == 0:
         logger.warning(
             "%s: what the last checkpoint restores would take more than %d bytes on a rank: stored "
-            "by method='fisher' instead of 'delta', each row by itself. Give "
-            "Quantization(reference_bytes=…) more, or more ranks",
+            "each row by itself, by method='fisher' instead of 'delta', 'adaptive' instead of "
+            "'lc'. Give Quantization(reference_bytes=…) more, or more ranks",
             ", ".join(tables),
             most,
         )
-    return options.storing(options.quantization.without_delta(tables))
+    return options.storing(options.quantization.without_links(tables))
 
 
 def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:

@@ -13,13 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 
-from torchrec_checknrun.codecs import Codec, Delta, Fisher
+from torchrec_checknrun.codecs import Chained, Codec, Delta, Fisher
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.delta.link import Restored
-from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.delta.references import EncodeUpon, References, Restored
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.model.tracked import TrackedModel
@@ -47,10 +45,8 @@ class _Recorder:
     def base(self) -> bool:
         return self.transaction.base
 
-    def encode(
-        self, ids: torch.Tensor, weight: torch.Tensor, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, Restored]:
-        return self.transaction.encode(self.references, ids, weight, wanted)
+    def encode(self, ids: torch.Tensor, encode_upon: EncodeUpon) -> tuple[torch.Tensor, Restored]:
+        return self.transaction.encode(self.references, ids, encode_upon)
 
 
 class HeldReferences:
@@ -95,10 +91,10 @@ class HeldReferences:
             clock = snapshot.progress.get(each.shard.table)
             if isinstance(codec, Fisher) and clock is not None and clock.learning_rate:
                 rates[each.shard.table] = max(rates.get(each.shard.table, 0.0), clock.learning_rate)
-            if isinstance(codec, Delta) and each.shard.rectangle.area:
+            if isinstance(codec, Chained) and each.shard.rectangle.area:
                 key = each.shard.table, each.shard.rectangle
                 assert base or key in self._held, f"{each.shard} has no references"
-                found[key] = self._held[key] if key in self._held else References(*key)
+                found[key] = self._held[key] if key in self._held else codec.references(*key)
         self._rates, self._held = rates, found
         if base:
             self._checkpoint, self._constants = None, {}
@@ -107,7 +103,7 @@ class HeldReferences:
         changes = Transaction(found.values(), base) if chained else None
         for each in snapshot.shards:
             codec = _codec_of(each.shard, quantization)
-            if isinstance(codec, Fisher):
+            if isinstance(codec, (Fisher, Chained)):
                 references = found.get((each.shard.table, each.shard.rectangle))
                 each.bind = partial(self._bound, each.shard.table, changes, references)
         return changes
@@ -120,13 +116,15 @@ class HeldReferences:
         codec: Codec,
     ) -> Codec:
         """Return the codec of a table at this cut."""
-        assert isinstance(codec, Fisher)
-        codec = codec.at_rate(self._rates.get(table))
+        if isinstance(codec, Fisher):
+            codec = codec.at_rate(self._rates.get(table))
         if references is None:
             return codec
-        assert isinstance(codec, Delta)
+        if isinstance(codec, Delta):
+            codec = codec.with_constant(self._constants.get(table))
+        assert isinstance(codec, Chained)
         assert changes is not None
-        return codec.upon(_Recorder(changes, references), self._constants.get(table))
+        return codec.upon(_Recorder(changes, references))
 
     def committed(self, changes: Transaction | None, manifest: Manifest) -> None:
         """Keep the changes of a save that is committed."""
@@ -170,9 +168,10 @@ class HeldReferences:
             return
         wanted = _keys(tracked, quantization)
         for one in references:
-            for key, place in wanted.items():
-                if one.table == key[0] and _holds(one.rectangle, place):
-                    self._held[key] = one.part(place)
+            for key, kind in wanted.items():
+                known = one.table == key[0] and _holds(one.rectangle, key[1])
+                if known and isinstance(one, kind):  # else the chain's codec was another
+                    self._held[key] = one.part(key[1])
         if self._held.keys() != wanted.keys():
             self.forget()
             return
@@ -238,8 +237,8 @@ def constants_of(manifest: Manifest) -> dict[str, float]:
 def too_large(tracked: TrackedModel, quantization: Quantization, most: int) -> list[str]:
     """Name the tables whose references don't fit into memory beside those of smaller ones."""
     sizes: dict[str, int] = {}
-    for table, place in _keys(tracked, quantization):
-        sizes[table] = sizes.get(table, 0) + References.expected_bytes(place)
+    for (table, place), kind in _keys(tracked, quantization).items():
+        sizes[table] = sizes.get(table, 0) + kind.expected_bytes(place)
     left, beyond = most, []
     for table in sorted(sizes, key=lambda name: (sizes[name], name)):
         if sizes[table] <= left:
@@ -254,17 +253,20 @@ def _delta_bytes(manifest: Manifest) -> int:
     return sum(t.weight_bytes + t.ids_bytes + t.optimizer_bytes for t in tables)
 
 
-def _keys(tracked: TrackedModel, quantization: Quantization) -> dict[_Key, Rectangle]:
-    """Return the places of this rank's parts of tables stored as differences."""
+def _keys(tracked: TrackedModel, quantization: Quantization) -> dict[_Key, type[References]]:
+    """Return the places of this rank's parts of tables stored as differences, each with the kind of
+    its references.
+    """
     keys = {}
     for shard in tracked.shards:
-        if _codec_of(shard.local, quantization).chained:
+        codec = _codec_of(shard.local, quantization)
+        if isinstance(codec, Chained):
             whole = shard.local.rectangle
             start, stop = (whole.row_start + at for at in own_range(shard.local))
             place = replace(whole, row_start=start, row_stop=stop)
             if not place.area:
                 continue
-            keys[shard.table, place] = place
+            keys[shard.table, place] = codec.references
     return keys
 
 

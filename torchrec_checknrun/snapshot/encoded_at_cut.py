@@ -55,8 +55,8 @@ def copied_size(item: RowsItem | BlockItem | ChunkItem) -> int:
 def encoded_while_staged(
     shards: list[LocalShard], quantization: Quantization, mode: StagingMode
 ) -> frozenset[str]:
-    """Choose the tables to encode during the stall. Importance-weighted tables are excluded: their
-    widths need a global plan first.
+    """Choose the tables to encode during the stall. Excluded are tables whose codec needs a global
+    plan first, or references, which the background changes.
 
     Args:
         mode: ``encode`` chooses all; the others but ``copy`` choose tables where encoding, in a
@@ -68,7 +68,7 @@ def encoded_while_staged(
     faster: dict[tuple[str, int, torch.device], bool] = {}
     for shard in sorted(shards, key=lambda s: -s.rectangle.rows):
         encoding = quantization.for_table(shard.table, shard.shape.rows)
-        if encoding.codec.surveys or not shard.rectangle.rows:
+        if encoding.codec.surveys or encoding.codec.chained or not shard.rectangle.rows:
             continue
         key = (repr(encoding), shard.rectangle.cols, shard.weight.device)
         if mode != "encode" and key not in faster:

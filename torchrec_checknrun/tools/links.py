@@ -1,6 +1,7 @@
 """Build the rows of tables stored as differences from storage, without a model or ranks.
 
-Memory: the references of one table, a little more than a quarter of the table in fp32.
+Memory: the references of one table: of ``delta`` a little more than a quarter of the table in fp32,
+of ``lc`` as much as the table.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
+from torchrec_checknrun.codecs import Chained
 from torchrec_checknrun.delta.digest import text_of
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint
@@ -52,7 +54,7 @@ class TableLinks:
             header = chunk.header
             if not isinstance(header, RowsHeader) or header.table != self._table:
                 continue
-            if not header.codec.chained:
+            if not isinstance(header.codec, Chained):
                 raise CorruptCheckpoint(
                     f"{chunk.checkpoint}/{chunk.file}, chunk {chunk.number}: rows of {self._table} "
                     "that nothing can build on, in a table that is stored as differences"
@@ -61,10 +63,8 @@ class TableLinks:
             columns = header.rectangle.col_start, header.rectangle.col_stop
             if columns not in self.by_columns:
                 place = Rectangle(0, self._rows, *columns)
-                self.by_columns[columns] = References(self._table, place)
-            references = self.by_columns[columns]
-            before = references.gather(stored.ids) if header.is_link else None
-            references.scatter(stored.ids, stored.grid(before, slice(0, header.count)))
+                self.by_columns[columns] = header.codec.references(self._table, place)
+            stored.add_to(self.by_columns[columns], slice(0, header.count))
 
 
 def build_table(root: Folder, content: ChainContent, table: str) -> ByColumns:

@@ -14,8 +14,9 @@ from tests.examples import examples
 from tests.unit.delta.draw import DIMS, DTYPES, KERNELS, SEEDS, drawn_rows, drawn_steps
 from tests.unit.delta.plain import same_rows
 from torchrec_checknrun.delta import kernel, link
+from torchrec_checknrun.delta.grid_references import GridReferences
 from torchrec_checknrun.delta.link import encode_upon
-from torchrec_checknrun.delta.references import Record, References
+from torchrec_checknrun.delta.references import Undo
 from torchrec_checknrun.shards import Rectangle
 
 pytestmark = [
@@ -26,27 +27,27 @@ BUILDS = KERNELS[1:]
 ROWS, FIRST = 40, 1000
 
 
-def pair(dim: int) -> tuple[References, References]:
+def pair(dim: int) -> tuple[GridReferences, GridReferences]:
     place = Rectangle(FIRST, FIRST + ROWS, 0, dim)
-    return References("t", place), References("t", place)
+    return GridReferences("t", place), GridReferences("t", place)
 
 
 def step(
-    build: str, references: References, weight: torch.Tensor, at: np.ndarray, wanted: np.ndarray
-) -> tuple[bytes, list[Record]]:
+    build: str, references: GridReferences, weight: torch.Tensor, at: np.ndarray, wanted: np.ndarray
+) -> tuple[bytes, list[Undo]]:
     """Encode rows by one build, or step by step with NumPy's references."""
-    notes: list[Record] = []
+    notes: list[Undo] = []
     with (
         patch.object(link, "has_extension", lambda: bool(build)),
         patch.object(kernel, "BUILD", build),
     ):
-        payload, after = encode_upon(references, weight, at, wanted, notes.append)
+        payload, after = encode_upon(references, at, notes.append, weight=weight, wanted=wanted)
         found = after(np.arange(len(at)))
     assert len(found) == len(at)
     return payload.numpy().tobytes(), notes
 
 
-def require_same(one: References, other: References) -> None:
+def require_same(one: GridReferences, other: GridReferences) -> None:
     everything = np.arange(ROWS)
     assert one.digest == other.digest
     assert same_rows(one.gather(everything), other.gather(everything))
@@ -64,13 +65,13 @@ def test_one_pass_is_step_by_step(
         at = np.flatnonzero(rng.random(ROWS) < 0.7)
         weight, wanted = drawn_rows(rng, len(at), dim, dtype), drawn_steps(rng, len(at))
         known = one.digest
-        data, records = step(build, one, weight, at, wanted)
-        wanted_data, wanted_records = step("", other, weight, at, wanted)
+        data, undos = step(build, one, weight, at, wanted)
+        wanted_data, wanted_undos = step("", other, weight, at, wanted)
         assert data == wanted_data
         require_same(one, other)
         if rng.random() < 0.4:
-            for references, (record,) in ((one, records), (other, wanted_records)):
-                references.put_back(record)
+            for references, (put_back,) in ((one, undos), (other, wanted_undos)):
+                put_back()
                 references.digest = known
             require_same(one, other)
 

@@ -29,6 +29,7 @@ from torchrec_checknrun.codecs import (
     Fp16,
     ImportanceWeighted,
     KMeans,
+    LcCheckpoint,
     Rowwise,
 )
 from torchrec_checknrun.codecs.quantization import TableEncoding
@@ -122,6 +123,7 @@ def test_the_reader_reads_what_the_package_reads(
         KMeans(4, block_rows=8),
         Fisher(step=2.0**-12),
         Delta(step=2.0**-12),
+        LcCheckpoint(3),
         Newer(4),
         Unknown(8),
     ],
@@ -132,6 +134,7 @@ def test_the_reader_reads_what_the_package_reads(
         "blocks",
         "fisher",
         "delta",
+        "lc",
         "newer",
         "unknown",
     ],
@@ -144,7 +147,7 @@ def test_the_reader_refuses_what_it_does_not_decode(tmp_path: Path, codec: Codec
 
 
 def test_all_codecs_are_read_or_refused() -> None:
-    refused = {"importance", "kmeans", "fisher", "delta"}
+    refused = {"importance", "kmeans", "fisher", "delta", "lc"}
     assert {codec.name for codec in READABLE} == OWN_CODECS - refused
     (said,) = (text for text in FORMAT.split("\n\n") if "read_rows.py" in text)
     assert {name for name in OWN_CODECS if f"`{name}`" in said} == OWN_CODECS

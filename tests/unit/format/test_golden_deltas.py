@@ -1,4 +1,6 @@
-"""Restore checkpoints of format version 2, with tables stored as differences, to their bits."""
+"""Restore checkpoints of format version 2, with tables stored as differences, to their bits: by
+``delta`` and by ``lc``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,18 @@ from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "deltas"
+FOLDER = Path(__file__).parents[2] / "golden"
+METHODS = {"delta": FOLDER / "deltas", "lc": FOLDER / "lc"}
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def golden(method: str) -> Path:
+    return METHODS[method]
 
 
 def check(root: Folder, expected: Path) -> None:
@@ -66,27 +79,27 @@ def check(root: Folder, expected: Path) -> None:
                 assert sums.tobytes() == wanted[f"{table}.{first}.momentum1"].tobytes(), table
 
 
-def test_links_are_read() -> None:
-    assert [found.problems for found in verify(GOLDEN)] == [()] * AGES
-    check(Folder(GOLDEN), GOLDEN / "expected.npz")
-    assert sum(file.stat().st_size for file in GOLDEN.rglob("*") if file.is_file()) < 150_000
+def test_links_are_read(golden: Path) -> None:
+    assert [found.problems for found in verify(golden)] == [()] * AGES
+    check(Folder(golden), golden / "expected.npz")
+    assert sum(file.stat().st_size for file in golden.rglob("*") if file.is_file()) < 150_000
 
 
-def test_a_compacted_one_is_the_same(tmp_path: Path) -> None:
-    shutil.copytree(GOLDEN, tmp_path / "run")
+def test_a_compacted_one_is_the_same(golden: Path, tmp_path: Path) -> None:
+    shutil.copytree(golden, tmp_path / "run")
     assert compact(tmp_path / "run") is not None
-    check(Folder(tmp_path / "run"), GOLDEN / "expected.npz")
+    check(Folder(tmp_path / "run"), golden / "expected.npz")
 
 
-def test_the_script_makes_such_checkpoints(tmp_path: Path) -> None:
-    make(tmp_path)
+def test_the_script_makes_such_checkpoints(method: str, tmp_path: Path) -> None:
+    make(tmp_path, method)
     check(Folder(tmp_path), tmp_path / "expected.npz")
 
 
 @pytest.mark.parametrize("part", [(0, 30), (10, 60)])
-def test_rows_of_other_ranks(part: tuple[int, int]) -> None:
+def test_rows_of_other_ranks(golden: Path, part: tuple[int, int]) -> None:
     """Build a part of the rows, in columns joined from those stored."""
-    root = Folder(GOLDEN)
+    root = Folder(golden)
     chain, _ = newest(root)
     assert chain is not None
     content = read_content(root, chain)
@@ -104,7 +117,7 @@ def test_rows_of_other_ranks(part: tuple[int, int]) -> None:
         for key in wanted:
             chunk = chunks[key]
             load(ReadableChunk(chunk, partial(read_chunk, root, chunk), nullcontext()))
-    with np.load(GOLDEN / "expected.npz") as expected:
+    with np.load(golden / "expected.npz") as expected:
         halves = [
             expected[f"fp32.{first}"].view(np.float32)[slice(*part)] for first, _ in SPLIT["fp32"]
         ]

@@ -209,6 +209,16 @@ class TestCheckNRun:
             tables={"t0": Quantization(method="fisher", step=0.5)},
         )
 
+    def test_lc_checkpoint(self) -> None:
+        arguments = made(
+            *("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.policy=consecutive"),
+            *("checkpoint.method=lc", "checkpoint.bits=2", "checkpoint.reference_bytes=1000"),
+            "+checkpoint.tables={t0:{method:lc,bits:4}}",
+        ).arguments
+        tables = {"t0": Quantization(method="lc", bits=4)}
+        wanted = Quantization(method="lc", bits=2, reference_bytes=1000, tables=tables)
+        assert arguments["quantization"] == wanted
+
     def test_numbers_reach_the_checkpointer(self) -> None:
         arguments = made(
             "checkpoint=check_n_run",

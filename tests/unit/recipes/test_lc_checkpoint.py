@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipes.benchmarks import lc_rows
 from recipes.figures.lc_checkpoint import __main__ as command
 from recipes.figures.lc_checkpoint import jobs, schemes
 from recipes.figures.lc_checkpoint.__main__ import Plan, Row, judge
@@ -201,3 +202,11 @@ def test_a_folder_without_ratings_is_refused(
     monkeypatch.setattr(command, "QUICK", Plan(iterations=20, every=10, failures=1, most=2))
     with pytest.raises(SystemExit, match="name the folder of ml-100k"):
         command.main()
+
+
+def test_rows_are_measured() -> None:
+    found = [cell.strip() for cell in lc_rows.line(2, 16, 512, 1).strip("| ").split("|")]
+    assert found[:2] == ["2", "16"]
+    assert 1.9 < float(found[2]) < 2.5  # a bit for a value at least, and the table of codes
+    assert found[-1] == "65"
+    assert len(found) == 6

@@ -36,6 +36,10 @@ def delta(**options: Any) -> Quantization:
     return Quantization(**chosen)
 
 
+def lc(bits: int = 3, **options: Any) -> Quantization:
+    return Quantization(method="lc", bits=bits, exact_below_rows=0, **options)
+
+
 def saving(root: Path | str, job: Job, **options: Any) -> Checkpointer:
     options = {"retention": None, "chunk_bytes": 2000, "quantization": delta(), **options}
     return Checkpointer(root, model=job.model, state={"optimizer": job.optimizer}, **options)
@@ -58,7 +62,8 @@ def live(saver: Checkpointer) -> Tables:
 
 
 def expected(saver: Checkpointer) -> Tables:
-    """Return what a restore must give: integers times steps, or the bits of untrained rows.
+    """Return what a restore must give: integers times steps, or the bits of untrained rows; by
+    ``lc`` the values that are kept.
 
     The live rows must be within half a step, which is at most the one asked for.
     """
@@ -79,6 +84,9 @@ def pieces(saver: Checkpointer, shard: TrackedShard) -> Iterator[tuple[Rectangle
         weight = shard.local.weight.detach()[start : start + place.rows].numpy()
         rows = references.gather(np.arange(place.rows))
         assert (rows.kind != Kind.NONE).all()
+        if references.keeps_bits:
+            yield place, rows.codes.view(np.float32)
+            continue
         restored = values_of(rows, torch.float32).numpy()
         exact = rows.kind == Kind.VERBATIM
         steps = np.exp2(rows.exponent.astype(float))[:, None]

@@ -8,9 +8,19 @@ from typing import Any
 import pytest
 
 from tests.distributed.models import Job
-from tests.unit.run.deltas import expected, live, make_job, restored, same, saving, train
+from tests.unit.run.deltas import (
+    delta,
+    expected,
+    lc,
+    live,
+    make_job,
+    restored,
+    same,
+    saving,
+    train,
+)
 from tests.unit.run.test_going_on import InThisProcess, is_copy, no_space
-from torchrec_checknrun import verify
+from torchrec_checknrun import Quantization, verify
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.manifest import Manifest, TableDigests
 from torchrec_checknrun.root.checkpoints import read_manifest
@@ -47,11 +57,12 @@ def all_restore(root: Path, known: dict[str, Any]) -> None:
         assert same(restored(root, name), wanted) == [], name
 
 
+@pytest.mark.parametrize("quantization", [delta(), lc()], ids=["delta", "lc"])
 def test_the_next_link_builds_on_the_copy(
-    tmp_path: Path, job: Job, by_hand: list[InThisProcess]
+    tmp_path: Path, job: Job, by_hand: list[InThisProcess], quantization: Quantization
 ) -> None:
     known: dict[str, Any] = {}
-    with saving(tmp_path, job, compact_after=1) as saver:
+    with saving(tmp_path, job, compact_after=1, quantization=quantization) as saver:
         saved(job, saver, known)
         original = saved(job, saver, known)
         by_hand[0].finish()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.run.deltas import delta, expected, live, make_job, restored, same, saving, train
+from tests.unit.run.deltas import delta, expected, lc, live, make_job, restored, same, saving, train
 from tests.unit.run.lives import Lives, by_images
-from torchrec_checknrun import EverySteps
+from torchrec_checknrun import EverySteps, Quantization
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.save import background
 
@@ -43,9 +43,10 @@ def test_after_images_the_next_checkpoint_is_a_base(lives: Lives) -> None:
     assert same(live(saver), wanted) == []
 
 
+@pytest.mark.parametrize("quantization", [delta(step=2.0**-16), lc()], ids=["delta", "lc"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_save_that_is_given_up_is_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, quantization: Quantization
 ) -> None:
     """Give a save up while its thread hangs, before or after it has encoded rows."""
     job = make_job()
@@ -58,7 +59,7 @@ def test_a_save_that_is_given_up_is_undone(
         assert go_on.wait(60)
         return summary if summary is not None else write(*arguments)
 
-    with saving(tmp_path, job, quantization=delta(step=2.0**-16)) as saver:
+    with saving(tmp_path, job, quantization=quantization) as saver:
         for _ in range(2):
             train(job, saver, 3)
             saver.save()

@@ -122,8 +122,16 @@ def test_a_run_that_fell_back(tmp_path: Path) -> None:
     again.saver.close()
 
 
-def test_links_of_differences(tmp_path: Path) -> None:
-    job = Job(tmp_path, quantization=Quantization(method="delta", mean_bits=3, exact_below_rows=0))
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        Quantization(method="delta", mean_bits=3, exact_below_rows=0),
+        Quantization(method="lc", bits=3, exact_below_rows=0),
+    ],
+    ids=["delta", "lc"],
+)
+def test_links_of_differences(tmp_path: Path, quantization: Quantization) -> None:
+    job = Job(tmp_path, quantization=quantization)
     following = followers(tmp_path)
     for seed in range(3):
         job.train(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from tests.unit.delta.plain import same_rows
 from tests.unit.delta.test_rows import put, random_rows, random_steps, rows_at
 from torchrec_checknrun.delta import digest, kernel, link
-from torchrec_checknrun.delta import references as references_module
+from torchrec_checknrun.delta import grid_references as references_module
 from torchrec_checknrun.delta.digest import WORD, row_digests, total
-from torchrec_checknrun.delta.references import References
+from torchrec_checknrun.delta.grid_references import GridReferences
+from torchrec_checknrun.delta.link import encode_upon
 from torchrec_checknrun.delta.rows import Grid, Kind, encode
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.errors import SaveFailed
@@ -42,8 +44,8 @@ def each_twin(request: pytest.FixtureRequest) -> Iterator[None]:
 FIRST, COLUMNS = 1000, (4, 9)
 
 
-def make(rows: int) -> References:
-    return References("t", Rectangle(FIRST, FIRST + rows, *COLUMNS))
+def make(rows: int) -> GridReferences:
+    return GridReferences("t", Rectangle(FIRST, FIRST + rows, *COLUMNS))
 
 
 def known(rows: Grid) -> Grid:
@@ -121,24 +123,26 @@ def test_positions_out_of_range_are_refused() -> None:
 
 def test_memory_is_a_byte_a_code_and_two_a_row() -> None:
     rows, cols = 10_000, 64
-    references = References("t", Rectangle(0, rows, 0, cols))
+    references = GridReferences("t", Rectangle(0, rows, 0, cols))
     weight = torch.randn(rows, cols)
     _, grid = encode(weight, np.full(rows, -4, np.int16))
     references.scatter(np.arange(rows), grid)
     assert references.bytes == rows * (cols + 2)
-    assert references.bytes <= References.expected_bytes(references.rectangle)
+    assert references.bytes <= GridReferences.expected_bytes(references.rectangle)
     references.scatter(np.arange(100), encode(weight[:100], np.full(100, -10, np.int16))[1])
     assert references.bytes == rows * (cols + 2) + 100 * cols * 2
 
 
 def encoded(
-    changes: Transaction, references: References, seed: int, rows: int
+    changes: Transaction, references: GridReferences, seed: int, rows: int
 ) -> tuple[np.ndarray, Grid]:
     rng = np.random.default_rng(seed)
     chosen = np.flatnonzero(rng.random(rows) < 0.5)
     weight = random_rows(rng, len(chosen), COLUMNS[1] - COLUMNS[0], torch.float32, 1.0)
     ids = torch.from_numpy(chosen + FIRST)
-    _, after = changes.encode(references, ids, weight, random_steps(rng, len(chosen)))
+    steps = random_steps(rng, len(chosen))
+    encode = partial(encode_upon, weight=weight, wanted=steps)
+    _, after = changes.encode(references, ids, encode)
     return chosen, after(np.arange(len(chosen)))
 
 
@@ -171,11 +175,12 @@ def test_what_is_not_committed_is_undone(seed: int, kept: list[bool]) -> None:
 
 
 def test_a_row_whose_state_was_reset_stands_alone() -> None:
-    references = References("t", Rectangle(0, 1, 0, 2))
+    references = GridReferences("t", Rectangle(0, 1, 0, 2))
     base = Transaction([references], base=True)
-    ids, weight = torch.tensor([0]), torch.tensor([[0.5, 0.25]])
-    base.encode(references, ids, weight, np.array([-12], np.int16))
+    ids = torch.tensor([0])
+    encode = partial(encode_upon, weight=torch.tensor([[0.5, 0.25]]))
+    base.encode(references, ids, partial(encode, wanted=np.array([-12], np.int16)))
     base.keep()
     changes = Transaction([references], base=False)
-    _, after = changes.encode(references, ids, weight, np.array([-4], np.int16))
+    _, after = changes.encode(references, ids, partial(encode, wanted=np.array([-4], np.int16)))
     assert after(np.arange(1)).exponent.tolist() == [-4]
