@@ -1,4 +1,4 @@
-"""Every operation of a link's save fails: what is restored is the old integers or the new ones."""
+"""Every operation of a link's save fails: what is restored is the old rows or the new ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from tests.crash.faulty_store import Faults, Mode, patience
 from tests.crash.save_sweep import alone, faulty_roots
-from tests.unit.run.deltas import Tables, expected, live, make_job, same, saving
+from tests.unit.run.deltas import Tables, delta, expected, lc, live, make_job, same, saving
+from torchrec_checknrun import Quantization
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.tools.verify import verify
 
@@ -18,6 +19,8 @@ STRIDE = 24
 """Distance of the operations that `make test` takes; each mode begins with another one."""
 
 Where = tuple[Faults, Callable[[], str]]
+LIMITS = {"delta": 2.0**-3, "lc": 0.5}
+"""By method, how far a restored value lies from the live one."""
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -26,11 +29,11 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Where]:
         yield found
 
 
-def one(where: Where, number: int, mode: Mode | None) -> bool:
+def one(where: Where, chosen: Quantization, number: int, mode: Mode | None) -> bool:
     """Fail one operation of a link's save; return whether the save was told to have failed."""
     faults, new_root = where
     root, job, told = new_root(), make_job(), False
-    with saving(root, job) as saver:
+    with saving(root, job, quantization=chosen) as saver:
         for _ in range(2):
             job.train(2)
             saver.save()
@@ -46,7 +49,7 @@ def one(where: Where, number: int, mode: Mode | None) -> bool:
         if not told:
             assert same(found, expected(saver)) == []
         elif same(found, old):  # committed all the same: within a step of what was live
-            close(found, live(saver))
+            close(found, live(saver), LIMITS[chosen.method])
         assert problems(root) == []
         job.train()
         assert saver.save().kind == "differential" or told
@@ -62,30 +65,31 @@ def restored_from(root: str) -> Tables:
         return live(reader)
 
 
-def close(found: Tables, wanted: Tables) -> None:
+def close(found: Tables, wanted: Tables, limit: float) -> None:
     for name, values in wanted.items():
-        limit = 0 if "/" in name else 2.0**-3
-        assert np.abs(found[name] - values).max() <= limit, name
+        assert np.abs(found[name] - values).max() <= (0 if "/" in name else limit), name
 
 
 def problems(root: str) -> list[str]:
     return [problem for found in verify(root) for problem in found.problems]
 
 
-def sweep(where: Where, stride: int) -> None:
-    one(where, 0, None)
+def sweep(where: Where, stride: int, chosen: Quantization) -> None:
+    one(where, chosen, 0, None)
     operations = list(where[0].asked_for)
     for number, mode in enumerate(Mode):
         with patience(mode):
             total = sum(operation.can_fail(mode) for operation in operations)
-            told = [one(where, at, mode) for at in range(1 + 5 * number % stride, total, stride)]
+            places = range(1 + 5 * number % stride, total, stride)
+            told = [one(where, chosen, at, mode) for at in places]
             assert any(told) or mode.transient, mode
 
 
-def test_links(where: Where) -> None:
-    sweep(where, STRIDE)
+@pytest.mark.parametrize("chosen", [delta(), lc()], ids=["delta", "lc"])
+def test_links(where: Where, chosen: Quantization) -> None:
+    sweep(where, STRIDE, chosen)
 
 
 @pytest.mark.slow
 def test_links_at_every_operation(where: Where) -> None:
-    sweep(where, 1)
+    sweep(where, 1, delta())

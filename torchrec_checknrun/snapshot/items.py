@@ -16,7 +16,7 @@ from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
+from torchrec_checknrun.format.chunk import DECODED_BYTES, EncodedChunk, state_chunk
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.model.blocks import Block
@@ -190,8 +190,10 @@ def _rows_items(
     shards: Iterable[ShardSnapshot], quantization: Quantization, chunk_bytes: int
 ) -> Iterator[tuple[str, RowsItem]]:
     for shard in shards:
-        encoding = shard.encoding(quantization)
-        for number, (start, stop, count) in enumerate(shard.spans(chunk_bytes)):
+        encoding, most = shard.encoding(quantization), chunk_bytes
+        if encoding.codec.chained:  # a few bytes can stand for any number of unchanged rows
+            most = min(most, DECODED_BYTES)
+        for number, (start, stop, count) in enumerate(shard.spans(most)):
             yield f"{shard.shard.name}#{number}", RowsItem(shard, start, stop, count, encoding)
 
 

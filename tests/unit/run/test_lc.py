@@ -31,11 +31,13 @@ from torchrec_checknrun import Consecutive, Quantization, Retention, load_tables
 from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.dcp import SavePlanner
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.format import chunk
 from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.reader import read_chunk, read_indexes
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.root.checkpoints import read_manifest
+from torchrec_checknrun.snapshot import items
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.diff import compare
 from torchrec_checknrun.tracking import track
@@ -52,11 +54,11 @@ def chunk_ids(root: Path, checkpoint: str) -> list[tuple[str, np.ndarray]]:
     """Return the ids of each chunk of rows, with its table's name."""
     folder = Folder(root)
     found = []
-    for chunk in read_indexes(folder, read_manifest(folder, checkpoint)):
-        if isinstance(chunk.entry, RowsEntry):
-            assert isinstance(chunk.header, RowsHeader)
-            rows = StoredRows(chunk.header, read_chunk(folder, chunk))
-            found.append((chunk.entry.table, rows.ids))
+    for stored in read_indexes(folder, read_manifest(folder, checkpoint)):
+        if isinstance(stored.entry, RowsEntry):
+            assert isinstance(stored.header, RowsHeader)
+            rows = StoredRows(stored.header, read_chunk(folder, stored))
+            found.append((stored.entry.table, rows.ids))
     return found
 
 
@@ -245,3 +247,24 @@ def test_beyond_the_budget_tables_stand_alone(
     assert (codec["name"], codec["bits"]) == ("fbgemm_rowwise", 4)
     values = restored(tmp_path)
     assert all(same({n: values[n]}, {n: made[-1][1][n]}) == [] for n in values if "t0" in n)
+
+
+@pytest.mark.parametrize("chosen", [lc(), delta()], ids=["lc", "delta"])
+def test_links_without_changes_are_read_whatever_chunk_bytes(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, chosen: Quantization
+) -> None:
+    """A few bytes stand for all rows of a chunk, of which readers accept a limited number."""
+    for module in (chunk, items):
+        monkeypatch.setattr(module, "DECODED_BYTES", 600)
+    monkeypatch.setattr(chunk, "_EXPANSION", 1)
+    with saving(tmp_path, job, quantization=chosen, chunk_bytes=1 << 20, dense="whole") as saver:
+        train(job, saver)
+        saver.save()
+        for shard in saver._target.tracked.shards:
+            rows = shard.local.weight.detach().clone()
+            states = {name: state.clone() for name, state in shard.local.optimizer.items()}
+            shard.write_rows(torch.arange(len(rows)), rows, states)
+        assert saver.save().kind == "differential"
+        wanted = expected(saver)
+    assert sound(tmp_path) == []
+    assert same(restored(tmp_path), wanted) == []
