@@ -18,6 +18,7 @@ from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.sequence_model import Life, Point, Way
 from tests.distributed.sequence_run import ALPHABET, FREE, Run, Workers
 from tests.distributed.sequence_sabotage import DECIDES_WRONGLY, LOSES_PROTECTION, LOSES_ROWS
+from tests.distributed.worker_pool import CaseFailed
 
 quick = settings(
     derandomize=True,
@@ -161,7 +162,9 @@ def test_a_restore_while_rows_are_copied(workers: Workers) -> None:
 
 @pytest.mark.parametrize("sabotage", sorted(LOSES_PROTECTION))
 def test_lost_protection_is_found(workers: Workers, sabotage: str) -> None:
-    with pytest.raises(AssertionError, match=r"differ"):
+    # Ranks that are ahead of each other copy other dense states, which the save itself refuses.
+    found = r"rows .* differ|state 'optimizer' .* differs between rank 0 and rank 1"
+    with pytest.raises((AssertionError, CaseFailed), match=found):
         overwrite(Run(workers, sabotage=sabotage))
 
 
