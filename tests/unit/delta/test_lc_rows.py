@@ -213,7 +213,7 @@ def test_denormals_count_though_training_flushes_them() -> None:
     for flush in (False, True):
         writer = ValueReferences("t", Rectangle(FIRST, FIRST + 8, 0, 4))
         if flush and not torch.set_flush_denormal(True):
-            pytest.skip("this processor has no such mode")
+            pytest.skip("this processor has no mode that takes denormals for zero")
         try:
             for number, rows in enumerate((before, weight)):
                 recorder = Recorder(writer, base=number == 0)
