@@ -163,10 +163,11 @@ class RowCopies:
 
     def count(self) -> Protection:
         """Return the price of protection so far, with the shards' own counts."""
-        if not self._kernels:  # released: noted before
+        kernels = self._kernels  # the background may release them meanwhile
+        if not kernels:  # released: noted before
             return self.protection
-        self.protection.rows = sum(kernel.protected_rows() for kernel in self._kernels)
-        longest = max(kernel.longest_wait_ns() for kernel in self._kernels)
+        self.protection.rows = sum(kernel.protected_rows() for kernel in kernels)
+        longest = max(kernel.longest_wait_ns() for kernel in kernels)
         self.protection.row_seconds = longest / 1e9
         return self.protection
 

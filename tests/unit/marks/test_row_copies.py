@@ -203,3 +203,21 @@ class TestWhatCanBeCopiedOnWrite:
     def test_rows_not_in_one_piece(self) -> None:
         assert not can_copy_on_write([torch.zeros(4, 6)[:, ::2]])
         assert not can_copy_on_write([torch.zeros(())])
+
+
+def test_released_by_another_thread_while_counted() -> None:
+    """Count on, though the background lets go of the shards in the middle (found by CI)."""
+    copies = RowCopies(overflow(2), SLACK)
+
+    class Counted:
+        def protected_rows(self) -> int:
+            if copies._kernels:
+                copies.release()
+            return 7
+
+        def longest_wait_ns(self) -> int:
+            return 2_000_000_000
+
+    copies.add(Counted())
+    assert copies.count().rows == 7
+    assert copies.count().row_seconds == 2
