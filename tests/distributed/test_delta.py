@@ -152,7 +152,7 @@ def lives(
         into = str(folder / f"kept{number}")
         place = asdict(layout(kind, ranks))
         arguments: dict[str, Any] = {"root": root, "target": place, "kept": kept}
-        arguments |= {"into": into, "saves": 3, "fail": fail, "method": method}
+        arguments |= {"into": into, "saves": 3 if ALL else 2, "fail": fail, "method": method}
         kinds = workers(ranks).run(life, **arguments, timeout=240.0)
         assert kinds[0].count("differential") >= 1, kinds
         (folder / f"kinds{number}").write_text(json.dumps(kinds))
