@@ -61,7 +61,7 @@ def save_two(root: str, spec: dict[str, Any], layout: dict[str, Any], copy: str)
 @pytest.fixture(scope="module")
 def made_once(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    where = {"root": str(folder / "root"), "copy": str(folder / "copy.npz")}
+    where: dict[str, Any] = {"root": str(folder / "root"), "copy": str(folder / "copy.npz")}
     workers(2).run(save_two, **where, spec=SPEC.to_json(), layout=layout())
     return folder
 
