@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import some_of
 from tests.golden.make_deltas import DTYPES, ROWS
 from tests.unit.chains import new_root, same_bits
 from tests.unit.forgery import Forged, load, seal
@@ -193,6 +194,6 @@ def assert_found_by_digests(golden: Path, seed: int) -> None:
         assert same_bits(found.weight, wanted.weight)  # padding was changed, or nothing
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some_of(range(60), *range(0, 60, 4)))
 def test_random_payloads_are_refused_or_have_another_digest(seed: int) -> None:
     assert_found_by_digests(GOLDEN, seed)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
+from tests.examples import some_of
 from tests.unit.run.deltas import (
     STEP,
     TABLES,
@@ -71,8 +72,16 @@ def test_a_chain_goes_on_where_it_was_restored(tmp_path: Path, job: Job) -> None
     assert sound(tmp_path) == []
 
 
-@pytest.mark.parametrize("fused", ["rowwise_adagrad", "adagrad", "sgd"])
-@pytest.mark.parametrize("options", [{}, {"mean_bits": 4.0}, {"tail": True}, {"optimizer": "log8"}])
+@pytest.mark.parametrize(
+    ("fused", "options"),
+    some_of(
+        itertools.product(
+            ["rowwise_adagrad", "adagrad", "sgd"],
+            [{}, {"mean_bits": 4.0}, {"tail": True}, {"optimizer": "log8"}],
+        ),
+        *(1, 2, 7, 8),
+    ),
+)
 def test_optimizers_and_options(tmp_path: Path, fused: str, options: dict[str, Any]) -> None:
     spec = ModelSpec((CollectionSpec("c", TABLES),), fused=fused)
     made = chain(tmp_path, make_job(spec=spec), 3, quantization=delta(**options))

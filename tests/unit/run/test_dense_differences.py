@@ -12,6 +12,7 @@ from tests.distributed import references
 from tests.distributed.models import Job
 from tests.distributed.states import gather, scramble
 from tests.unit.run.jobs import checkpointer, make_job, restored, train
+from tests.unit.run.test_going_on import CompactedAtOnce
 from torchrec_checknrun import Checkpointer, Consecutive, Full, OneShot, Retention, compact, verify
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.entries import difference_of
@@ -19,6 +20,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_indexes
 from torchrec_checknrun.root.checkpoints import read_manifest
+from torchrec_checknrun.run import going_on
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
 
@@ -166,7 +168,8 @@ def test_a_compacted_one_holds_it_whole(run: Run) -> None:
     run.saver.close()
 
 
-def test_retention_never_cuts(tmp_path: Path) -> None:
+def test_retention_never_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(going_on, "CompactionProcess", CompactedAtOnce)
     run = Run(tmp_path, retention=Retention(1), compact_after=3)
     for number in range(9):
         run.save()
