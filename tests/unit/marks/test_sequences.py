@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from tests.examples import examples, some_of
+from tests.examples import ALL, examples, some_of
 from torchrec_checknrun.marks.cuts import Cut, Cuts
 from torchrec_checknrun.marks.layers import Consumer, Layer, union
 from torchrec_checknrun.marks.marks import Marks
@@ -235,7 +235,7 @@ def test_consolidation_beside_training(seed: int) -> None:
     for thread in threads:
         thread.start()
     try:
-        for number in range(400):
+        for number in range(400 if ALL else 150):
             trainer.step(number)
     finally:
         ended.set()

@@ -204,7 +204,7 @@ def test_the_command_writes_figures(
 ) -> None:
     pytest.importorskip("matplotlib", reason="figures are drawn with matplotlib")
     plots.require_matplotlib()
-    monkeypatch.setattr(partial_recovery, "QUICK", Runs(short=5, long=100))
+    monkeypatch.setattr(partial_recovery, "QUICK", Runs(short=2, long=10))
     monkeypatch.setattr(lost_shards, "QUICK", PLAN)
     arguments = ["", "--quick", "--out", str(tmp_path), "--seeds", "1"]
     monkeypatch.setattr("sys.argv", [*arguments, "--part", "accuracy"])

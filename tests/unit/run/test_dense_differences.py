@@ -11,6 +11,7 @@ import torch
 from tests.distributed import references
 from tests.distributed.models import Job
 from tests.distributed.states import gather, scramble
+from tests.examples import some_of
 from tests.unit.run.jobs import checkpointer, make_job, restored, train
 from tests.unit.run.test_going_on import CompactedAtOnce
 from torchrec_checknrun import Checkpointer, Consecutive, Full, OneShot, Retention, compact, verify
@@ -102,7 +103,7 @@ def test_a_chain_of_differences(run: Run) -> None:
     run.saver.close()
 
 
-@pytest.mark.parametrize("background", ["thread", "process"])
+@pytest.mark.parametrize("background", some_of(["thread", "process"], 0))
 def test_whoever_writes(tmp_path: Path, background: str) -> None:
     run = Run(tmp_path, background=background)
     names = [run.save() for _ in range(3)]

@@ -224,6 +224,7 @@ def test_it_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None
     assert not is_alive(child)
 
 
+@pytest.mark.slow  # cli/test_shell.py::test_looking_needs_no_torch imports it as well
 def test_it_needs_no_torchrec() -> None:
     source = (
         "import sys, torchrec_checknrun.save.process; "
