@@ -123,7 +123,10 @@ class SmallSteps(Setting):
 
 @pytest.mark.parametrize("spawned", some_of([True, False], 1))
 def test_stalls_are_measured(
-    tmp_path: Path, spawned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path,
+    spawned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     picture, out = tmp_path / "out.png", tmp_path / "out.json"
     options = ["--rows", "20000", "--intervals", "2", "--patience", "0", "--plot", str(picture)]

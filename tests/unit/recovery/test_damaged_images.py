@@ -33,9 +33,9 @@ pytestmark = [
     pytest.mark.skipif(not has_extension(), reason="the extension was not built"),
 ]
 
-MASKS = (1, 1 << 47, (1 << 64) - 1)
+MASKS = [1, 1 << 47, (1 << 64) - 1]
 if ALL:
-    MASKS += (1 << 20, 1 << 48, 1 << 63, 0x0123456789ABCDEF)
+    MASKS += [1 << 20, 1 << 48, 1 << 63, 0x0123456789ABCDEF]
 
 
 def left(lives: Lives) -> tuple[Path, Checkpointer]:
