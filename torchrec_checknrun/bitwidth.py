@@ -1,4 +1,5 @@
-"""Choose the width of stored rows from how often a job will be restored (Check-N-Run, 5.2).
+"""Choose the width of stored rows from how often a job will be restored (Check-N-Run, 5.2), and
+count the bytes of a row: stored, or kept in memory.
 
 Without torch, so that ``checknrun plan`` starts at once.
 """
@@ -36,6 +37,26 @@ def row_bytes(dim: int, bits: int) -> int:
         return dim + 8
     codes = -(-dim * bits // 8) if bits == 3 else -(-dim * bits // 16) * 2
     return codes + 4
+
+
+LEAST_SLOT_BYTES = 8
+"""Memory for the codes of the narrowest row that ``method="delta"`` keeps: a digest, or a place."""
+_WIDE_PART = 8
+"""One row of so many is taken to need 16 bits a code there."""
+
+
+def delta_reference_bytes(dim: int) -> int:
+    """Estimate a rank's memory for what a row of ``method="delta"`` restores to: a byte a code, its
+    form and its exponent.
+    """
+    return 2 + max(LEAST_SLOT_BYTES, dim) + 2 * dim // _WIDE_PART
+
+
+def lc_reference_bytes(dim: int) -> int:
+    """Return a rank's memory for what a row of ``method="lc"`` restores to: fp32 values and a byte
+    that tells if they are known.
+    """
+    return 1 + 4 * dim
 
 
 def expected_restores(nodes: int, mtbf_hours: float, job_hours: float) -> float:

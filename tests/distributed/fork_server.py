@@ -29,7 +29,10 @@ REPOSITORY = Path(__file__).parents[2]
 SERVERS = 2
 START_SECONDS = 240.0
 """For the imports, on a busy machine."""
-IMPORTED = ("pytest", "hypothesis", "torchrec_checknrun", "tests.distributed.zoo")
+IMPORTED = (
+    *("pytest", "hypothesis", "torchrec_checknrun", "tests.distributed.zoo"),
+    "torch.distributed.optim",  # compiles TorchScript for a second, where TorchRec first needs it
+)
 PR_SET_PDEATHSIG = 1
 RUNNING = 1 << 16
 """Stands for the status of a fork that has not ended."""

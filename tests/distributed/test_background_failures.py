@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from tests.distributed.models import (
 )
 from tests.distributed.small_job import Workers
 from tests.distributed.states import gather
+from tests.examples import some_of
 from torchrec_checknrun.errors import SaveFailed
 
 
@@ -65,8 +67,10 @@ def fail_and_go_on(root: str, plan: Plan, when: str, ends: str) -> list[Any]:
     return [told, len(stored), report.kind, parent and stored.index(parent), problems]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("ends", ["step", "wait", "close"])
+@pytest.mark.parametrize(
+    ("ends", "when"),
+    some_of(itertools.product(["step", "wait", "close"], ["before", "after"]), 0, 3, 4, 5),
+)
 def test_a_background_failure_is_told_and_loses_no_row(
     workers: Workers, tmp_path: Path, when: str, ends: str
 ) -> None:
@@ -179,8 +183,8 @@ main()
 """
 
 
-@pytest.mark.parametrize("background", ["thread", "process"])
-@pytest.mark.parametrize("ends", ["well", pytest.param("error", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("background", some_of(["thread", "process"], 0))
+@pytest.mark.parametrize("ends", some_of(["well", "error"], 0))
 def test_a_script_that_never_closes(tmp_path: Path, ends: str, background: str) -> None:
     """Commit, or report, the last checkpoint before a script ends; not after an error.
 

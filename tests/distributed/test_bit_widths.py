@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, Plan, TableSpec, uniform_plan
 from tests.distributed.watch import warnings_said
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import some_of
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Quantization
 
 Workers = Callable[[int], WorkerPool]
@@ -64,11 +65,14 @@ def lives(
 
 @pytest.mark.parametrize(
     "quantization",
-    [
-        {"bits": "auto"},
-        {"bits": 4, "method": "greedy"},
-        {"method": "importance", "mean_bits": 3},
-    ],
+    some_of(
+        [
+            {"bits": "auto"},
+            {"bits": 4, "method": "greedy"},
+            {"method": "importance", "mean_bits": 3},
+        ],
+        *(0, 2),
+    ),
     ids=["auto", "greedy", "importance"],
 )
 def test_eight_bits_after_more_restores_than_expected(

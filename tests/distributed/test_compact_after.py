@@ -56,7 +56,7 @@ def goes_on(
     job = build(spec, plan)
     known, parents = {}, []
     with checkpointer(root, job, policy, keep, **options) as saver:
-        for number in range(14):
+        for number in range(11):
             job.train(2)
             saver.steps = job.steps
             report = saver.save()
@@ -111,8 +111,8 @@ def digest(state: dict[str, np.ndarray]) -> str:
     [
         ("consecutive", "row_wise", None),
         pytest.param("consecutive", "column_wise", 2, marks=pytest.mark.slow),
-        ("one_shot", "table_wise", 1),
-        ("intermittent", "row_wise", 2),
+        pytest.param("one_shot", "table_wise", 1, marks=pytest.mark.slow),
+        pytest.param("intermittent", "row_wise", 2, marks=pytest.mark.slow),
         pytest.param("consecutive", "data_parallel", None, marks=pytest.mark.slow),
     ],
 )
@@ -135,6 +135,7 @@ def test_ranks_go_on_from_the_copy(
         assert is_copy(chain[0]) or ranks != 2 or policy == "intermittent"
 
 
+@pytest.mark.slow
 def test_quantized_rows_go_on(workers: Workers, tmp_path: Path) -> None:
     """Rows of 4 bits and log8 stay as they were stored, copy after copy."""
     where: dict[str, Any] = {"root": str(tmp_path / "root"), "spec": SPEC.to_json()}

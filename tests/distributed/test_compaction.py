@@ -15,6 +15,7 @@ from tests.distributed import references
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, Plan, TableSpec, uniform_plan
 from tests.distributed.states import gather, scramble
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import some_of
 from torchrec_checknrun import (
     Checkpointer,
     Consecutive,
@@ -109,8 +110,6 @@ CASES: list[dict[str, Any]] = [
     {"policy": "one_shot", "sharding": "column_wise", "bits": 4, "optimizer": "log8"},
     {"policy": "intermittent", "sharding": "table_wise", "bits": 2, "compress": True},
     {"policy": "consecutive", "sharding": "row_wise", "method": "importance"},
-]
-MORE_CASES: list[dict[str, Any]] = [
     {"policy": "consecutive", "sharding": "column_wise", "bits": 8, "optimizer": "bf16"},
     {"policy": "consecutive", "sharding": "row_wise", "method": "fp16"},
     {"policy": "one_shot", "sharding": "row_wise", "bits": 4, "method": "kmeans"},
@@ -119,7 +118,7 @@ MORE_CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)],
+    some_of(CASES, 1, 2),
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_the_same_bits(workers: Workers, tmp_path: Path, case: dict[str, Any]) -> None:
@@ -175,7 +174,7 @@ def goes_on(root: str, spec: dict[str, Any], plan: Plan, policy: str) -> None:
             assert references.differences(gather(job), wanted, None) == [], name
 
 
-@pytest.mark.parametrize("policy", ["one_shot", "consecutive"])
+@pytest.mark.parametrize("policy", some_of(["one_shot", "consecutive"], 1))
 def test_a_run_goes_on_with_its_own_chain(workers: Workers, tmp_path: Path, policy: str) -> None:
     plan = uniform_plan(SPEC, "row_wise", 2)
     where: dict[str, Any] = {"root": str(tmp_path / "root"), "spec": SPEC.to_json()}

@@ -65,8 +65,8 @@ OTHER_WRAPPERS = [
     ("dense", "wrapper"),
     some_of(
         [*((dense, "combined") for dense in sorted(OPTIMIZERS)), *OTHER_WRAPPERS],
-        *(0, 1, 3, 4, 6, 7, 8),  # adagrad, adam, amsgrad, asgd, momentum, rmsprop, sgd
-        *(9, 10, 11),  # Adam's other wrappers
+        *(0, 4, 6),  # adagrad, asgd, momentum
+        *(10, 11),  # Adam's other wrappers
     ),
 )
 def test_state_that_is_made_late(
@@ -93,7 +93,7 @@ def rolls_back(root: str, dense: str, wrapper: str) -> None:
 
 @pytest.mark.parametrize(
     ("dense", "wrapper"),
-    some_of([("adam", "combined"), ("adagrad", "plain"), *OTHER_WRAPPERS], 0, 1, 3, 6),
+    some_of([("adam", "combined"), ("adagrad", "plain"), *OTHER_WRAPPERS], 0, 6),
 )
 def test_back_to_before_the_first_step(
     workers: Workers, tmp_path: Path, dense: str, wrapper: str
@@ -123,13 +123,16 @@ def is_refused(root: str, saved: str, wanted: str, wrapper: str, trained: int, m
 
 @pytest.mark.parametrize(
     ("saved", "wanted", "wrapper", "trained", "match"),
-    [
-        ("amsgrad", "adam", "combined", 0, r"t0.*max_exp_avg_sq"),
-        ("sgd", "adam", "combined", 0, r"t0.*saved with optimizer state none.*has momentum1"),
-        ("sgd", "adam", "plain", 1, r"t0.*saved with optimizer state none.*has momentum1"),
-        ("momentum", "sgd", "plain", 0, r"t0.*momentum_buffer.*has none"),
-        ("rmsprop", "adam", "combined", 1, r"t0.*square_avg"),
-    ],
+    some_of(
+        [
+            ("amsgrad", "adam", "combined", 0, r"t0.*max_exp_avg_sq"),
+            ("sgd", "adam", "combined", 0, r"t0.*saved with optimizer state none.*has momentum1"),
+            ("sgd", "adam", "plain", 1, r"t0.*saved with optimizer state none.*has momentum1"),
+            ("momentum", "sgd", "plain", 0, r"t0.*momentum_buffer.*has none"),
+            ("rmsprop", "adam", "combined", 1, r"t0.*square_avg"),
+        ],
+        *(0, 2, 3),
+    ),
 )
 def test_another_optimizer(
     workers: Workers,
@@ -180,7 +183,7 @@ def skips(root: str, wrapper: str) -> list[str]:
     return list(report.skipped)
 
 
-@pytest.mark.parametrize("wrapper", ["combined", "plain"])
+@pytest.mark.parametrize("wrapper", some_of(["combined", "plain"], 0))
 def test_another_optimizer_skipped(workers: Workers, tmp_path: Path, wrapper: str) -> None:
     skipped = workers(2).run(skips, root=str(tmp_path), wrapper=wrapper)[0]
     assert any("t0" in line and "max_exp_avg_sq" in line for line in skipped)
@@ -277,12 +280,15 @@ def count(job: LayoutJob) -> None:
 
 @pytest.mark.parametrize(
     ("wrapper", "dense", "fused", "steps"),
-    [
-        ("combined", "adam", "adam", 0),
-        ("plain", "adam", "adam", 0),
-        ("combined", "adam", "adam", 4),
-        ("plain", "adagrad", "adagrad", 0),
-    ],
+    some_of(
+        [
+            ("combined", "adam", "adam", 0),
+            ("plain", "adam", "adam", 0),
+            ("combined", "adam", "adam", 4),
+            ("plain", "adagrad", "adagrad", 0),
+        ],
+        *(1, 2),
+    ),
 )
 def test_data_parallel_to_sharded_and_back(
     workers: Workers, tmp_path: Path, wrapper: str, dense: str, fused: str, steps: int
@@ -348,10 +354,13 @@ def groups_saved(root: str, source: dict[str, Any], target: dict[str, Any], seen
 
 @pytest.mark.parametrize(
     ("source", "target", "seen"),
-    [
-        *((APART, APART, seen) for seen in ("also", "not")),
-        *((APART, MIXED, "also"), (MIXED, APART, "also"), (ROWS, REPLICAS, "also")),
-    ],
+    some_of(
+        [
+            *((APART, APART, seen) for seen in ("also", "not")),
+            *((APART, MIXED, "also"), (MIXED, APART, "also"), (ROWS, REPLICAS, "also")),
+        ],
+        *(1, 2, 4),
+    ),
 )
 def test_parameter_groups(
     workers: Workers, tmp_path: Path, source: dict[str, Any], target: dict[str, Any], seen: str

@@ -41,7 +41,7 @@ FOUND_BEFORE = [
 FOUND_WHEN_READ = ["first_rows", "last_rows", "state"]
 
 
-@pytest.mark.parametrize("how", some_of(FOUND_BEFORE, 0, 3, 4, 5, 7))
+@pytest.mark.parametrize("how", some_of(FOUND_BEFORE, 0, 3, 5))
 def test_damaged_checkpoint_named(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
     names = made(tmp_path)
     damage(tmp_path / "root" / names[1], how)
@@ -54,7 +54,7 @@ def test_damaged_checkpoint_named(workers: Workers, made: Made, tmp_path: Path, 
         )
 
 
-@pytest.mark.parametrize("how", ["gone", "uncommitted"])
+@pytest.mark.parametrize("how", some_of(["gone", "uncommitted"], 1))
 def test_parent_is_missing(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
     names = made(tmp_path)
     damage(tmp_path / "root" / names[0], how)
@@ -139,7 +139,7 @@ def falls_back(
     some_of(
         [(2, how) for how in (*FOUND_BEFORE, *FOUND_WHEN_READ)]
         + [(1, how) for how in FOUND_WHEN_READ],
-        *range(12),
+        *(0, 4, 5, 9, 10, 11),
     ),
 )
 def test_falls_back_to_the_newest_whole_chain(
@@ -155,7 +155,7 @@ def test_falls_back_to_the_newest_whole_chain(
     assert names[2] not in chain
 
 
-@pytest.mark.parametrize("how", ["manifest", "index", *FOUND_WHEN_READ])
+@pytest.mark.parametrize("how", some_of(["manifest", "index", *FOUND_WHEN_READ], 0, 3))
 def test_falls_back_over_several(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
     names = made(tmp_path, True)
     for name in names[1:]:
@@ -185,7 +185,7 @@ def mend(root: str, spec: dict[str, Any], plan: Plan, name: str, sound: str) -> 
         save(saver)
 
 
-@pytest.mark.parametrize("how", FOUND_WHEN_READ)
+@pytest.mark.parametrize("how", some_of(FOUND_WHEN_READ, 1))
 def test_damage_met_midway(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
     first, _, third = made(tmp_path, True)
     damage(tmp_path / "root" / third, how)
@@ -234,7 +234,7 @@ def covers(newer: dict[str, Any], older: dict[str, Any]) -> bool:
     return same and newer["count"] == last - first + 1 and first <= start and stop <= last
 
 
-@pytest.mark.parametrize("how", FOUND_WHEN_READ)
+@pytest.mark.parametrize("how", some_of(FOUND_WHEN_READ, 0))
 def test_verify_all_finds_damage_before(
     workers: Workers, made: Made, tmp_path: Path, how: str
 ) -> None:

@@ -5,6 +5,7 @@ Nobody waits for the collectives' timeout, whatever is raised, ``KeyboardInterru
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from tests.distributed.models import Plan
 from tests.distributed.small_job import Workers, build, checkpointer, is_at, keep, save, where
 from tests.distributed.states import local_bytes, scramble
+from tests.examples import ALL
 from torchrec_checknrun import Consecutive
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.row_copies import ShardCopies
@@ -100,13 +102,18 @@ def failing(
 
 
 def cases(on_every_rank: dict[str, Any], on_rank_0: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield failures: at every point, of the first rank, the last one and all; each with an error
+    of its own, or with every error in a full run.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
+    turn = itertools.cycle((0, 1, 2, 1, 2, 0, 2, 0, 1))
     for name, point in {**on_every_rank, **on_rank_0}.items():
         who = {"the first": rank == 0, "the last": rank == world - 1, "all": True}
         for whom, here in who.items():
             if name in on_rank_0 and whom != "the first":
                 continue
-            for number, error in enumerate(errors()):
+            found = list(enumerate(errors()))
+            for number, error in found if ALL else [found[next(turn)]]:
                 yield f"{name} of {whom}: {error!r}", point, error, here, number % 2 == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.distributed.models import Plan
 from tests.distributed.small_job import build, checkpointer, save, where
 from tests.distributed.states import gather, scramble
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import some_of
 from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, compact
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.policy import Policy
@@ -61,8 +63,7 @@ def goes_on(root: str, spec: dict[str, Any], plan: Plan, policy: str, keep: int)
     return references.differences(gather(job), wanted, None)
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "keep"), some_of(itertools.product(POLICIES, [1, 2]), 0, 3))
 def test_what_a_run_builds_on_stays(
     workers: Workers, tmp_path: Path, policy: str, keep: int
 ) -> None:

@@ -26,6 +26,7 @@ from tests.distributed.states import gather
 from tests.distributed.test_images_zoo import Killed, warnings_logged
 from tests.distributed.test_tracking_zoo import no_streams
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import some_of
 from torchrec_checknrun import Checkpointer, Consecutive, Images, PartialRecovery, RestoreReport
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
@@ -141,8 +142,7 @@ CASES: dict[str, tuple[Options, int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "case"), some_of(itertools.product([1, 2], CASES), 3, 4, 6, 7))
 def test_ids_are_mapped_as_in_an_undisturbed_run(
     case: str, ranks: int, workers: Workers, tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ quick = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=6,
+    max_examples=examples(6, quick=3),
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

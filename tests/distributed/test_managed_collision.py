@@ -34,6 +34,7 @@ from tests.distributed.states import gather
 from tests.distributed.test_tracking_zoo import no_streams
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import ZooBatch, changed_rows, stored_rows, table_arrays
+from tests.examples import some_of
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.tracking import track
 
@@ -84,12 +85,15 @@ def go_on(root: str, spec: Options, name: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"bag": False, "fused": "sgd"},
-        {"policy": "lfu"},
-        {"policy": "lru", "fused": "rowwise_adagrad"},
-    ],
+    some_of(
+        [
+            {},
+            {"bag": False, "fused": "sgd"},
+            {"policy": "lfu"},
+            {"policy": "lru", "fused": "rowwise_adagrad"},
+        ],
+        *(1, 3),
+    ),
     ids=str,
 )
 def test_a_restored_run_goes_on_as_if_never_interrupted(
@@ -140,7 +144,7 @@ def stepper(zoo: CollisionZoo, batches: Iterator[ZooBatch], pipeline: str | None
     return lambda: runner.progress(batches)
 
 
-@pytest.mark.parametrize("pipeline", ["sparse_dist", "semi_sync"])
+@pytest.mark.parametrize("pipeline", some_of(["sparse_dist", "semi_sync"], 1))
 def test_rows_of_evicted_ids_in_pipelines(workers: Workers, tmp_path: Path, pipeline: str) -> None:
     counts = workers(2).run(evictions, root=str(tmp_path), spec={}, pipeline=pipeline)[0]
     assert counts["evicted"] > 20
@@ -149,7 +153,7 @@ def test_rows_of_evicted_ids_in_pipelines(workers: Workers, tmp_path: Path, pipe
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"fused": "sgd", "bag": False}, {"fused": "rowwise_adagrad"}],
+    some_of([{}, {"fused": "sgd", "bag": False}, {"fused": "rowwise_adagrad"}], 1, 2),
     ids=str,
 )
 def test_rows_of_evicted_ids_count_as_modified(
@@ -194,7 +198,7 @@ def with_dcp(root: str, spec: Options, tracked: bool) -> None:
         check_copy(again, folder / "later")
 
 
-@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("tracked", some_of([True, False], 0))
 def test_with_dcp(workers: Workers, tmp_path: Path, tracked: bool) -> None:
     workers(2).run(with_dcp, root=str(tmp_path), spec={}, tracked=tracked)
 
@@ -224,7 +228,7 @@ def test_every_checkpoint_holds_them_in_pieces(workers: Workers, tmp_path: Path)
     workers(2).run(bytes_of, root=str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["block", "collisions"])
+@pytest.mark.parametrize("kind", some_of(["block", "collisions"], 1))
 def test_damage(workers: Workers, tmp_path: Path, kind: str) -> None:
     name = workers(2).run(saved, root=str(tmp_path), spec={})[0]
     file, chunk = chunks_of(tmp_path / "root" / name, kind)[-1]

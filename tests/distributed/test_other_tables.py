@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.states import local_bytes
 from tests.distributed.unsharded import Whole, differences, whole_state
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import some_of
 from torchrec_checknrun import Checkpointer, load_tables
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint
@@ -55,11 +58,18 @@ def save_two(root: str, spec: dict[str, Any], layout: dict[str, Any], copy: str)
         whole.store(copy)
 
 
-@pytest.fixture
-def saved(workers: Workers, tmp_path: Path) -> dict[str, Any]:
-    where: dict[str, Any] = {"root": str(tmp_path / "root"), "copy": str(tmp_path / "copy.npz")}
+@pytest.fixture(scope="module")
+def made_once(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    where: dict[str, Any] = {"root": str(folder / "root"), "copy": str(folder / "copy.npz")}
     workers(2).run(save_two, **where, spec=SPEC.to_json(), layout=layout())
-    return where
+    return folder
+
+
+@pytest.fixture
+def saved(made_once: Path, tmp_path: Path) -> dict[str, Any]:
+    shutil.copytree(made_once, tmp_path, dirs_exist_ok=True)
+    return {"root": str(tmp_path / "root"), "copy": str(tmp_path / "copy.npz")}
 
 
 def restore_other(
@@ -96,7 +106,9 @@ def restore_other(
     return report.skipped
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise:0,1", "column_wise:1,1"])
+@pytest.mark.parametrize(
+    "sharding", some_of(["row_wise", "column_wise:0,1", "column_wise:1,1"], 0, 1)
+)
 def test_tables_grow(workers: Workers, saved: dict[str, Any], sharding: str) -> None:
     spec = other(replace(TABLES[0], rows=60), TABLES[1])
     skipped = None
@@ -256,7 +268,7 @@ def counters(job: LayoutJob) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise:0,1"])
+@pytest.mark.parametrize("sharding", some_of(["row_wise", "column_wise:0,1"], 1))
 def test_step_counter_and_learning_rate(workers: Workers, tmp_path: Path, sharding: str) -> None:
     workers(2).run(schedule, root=str(tmp_path), layout=layout(sharding=sharding))
 
@@ -308,7 +320,7 @@ def half_of_both_kinds(root: str, fused: str) -> None:
     job.train(1)
 
 
-@pytest.mark.parametrize("fused", ["adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("fused", some_of(["adagrad", "rowwise_adagrad"], 1))
 def test_half_precision_of_both_kinds(workers: Workers, tmp_path: Path, fused: str) -> None:
     workers(2).run(half_of_both_kinds, root=str(tmp_path), fused=fused)
 
@@ -340,8 +352,10 @@ def dtensors(root: str, source: dict[str, Any], target: dict[str, Any], tracked:
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize("target", ["row_wise", "table_wise:1"])
+@pytest.mark.parametrize(
+    ("target", "tracked"),
+    some_of(itertools.product(["row_wise", "table_wise:1"], [True, False]), 1, 2),
+)
 def test_dtensor(workers: Workers, tmp_path: Path, target: str, tracked: bool) -> None:
     workers(2).run(
         dtensors,

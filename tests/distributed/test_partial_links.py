@@ -77,7 +77,7 @@ def go_back(folder: str, memory: str, lost: list[int], peers: bool) -> list[str]
 
 @pytest.mark.parametrize(
     ("lost", "peers"),
-    some_of([([2], False), ([2], True), ([0, 3], False), ([0, 3], True)], 0, 3),
+    some_of([([2], False), ([2], True), ([0, 3], False), ([0, 3], True)], 3),
 )
 def test_a_lost_rank_adds_links_up(
     lost: list[int], peers: bool, where: dict[str, Any], workers: Workers

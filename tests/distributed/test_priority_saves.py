@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.distributed.partial_lives import Lives, differing, from_storage
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import ALL, some_of
 from torchrec_checknrun import PrioritySaves, RestoreReport
 from torchrec_checknrun.format.names import PRIORITY_SAVES
 from torchrec_checknrun.memory.partial import PRIORITIES
@@ -118,7 +119,7 @@ def lose(folder: str, memory: str, by: str | None, fraction: float) -> list[Any]
     return [counts, distance(found, at_11), distance(at_8, at_11), report.pls]
 
 
-@pytest.mark.parametrize("by", [*PRIORITIES, None])
+@pytest.mark.parametrize("by", some_of([*PRIORITIES, None], 0, 2))
 def test_a_lost_rank_takes_the_newer_rows(
     by: str | None, where: dict[str, Any], workers: Workers
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_lost_rank_takes_the_newer_rows(
     assert pls == pytest.approx(3 / (100 * 4))  # which counts steps, not rows
 
 
+@pytest.mark.slow  # a_damaged_save_is_passed_over has saves of all modified rows, too
 def test_all_modified_rows_where_they_are_few(where: dict[str, Any], workers: Workers) -> None:
     counts, stale, without, _ = workers(4).run(lose, by="growth", fraction=1.0, **where)[2]
     assert all(saved == modified for saved, modified in counts)
@@ -159,15 +161,14 @@ def training_lost(folder: str, memory: str, by: str | None) -> float:
 
 def test_priorities_lose_less_training_than_nothing(tmp_path: Path, workers: Workers) -> None:
     found = {}
-    for by in (None, "growth", "updates"):
+    for by in (None, "growth", "updates") if ALL else (None, "growth"):
         with tempfile.TemporaryDirectory(prefix="checknrun-test-", dir="/dev/shm") as memory:
             folder = tmp_path / str(by)
             folder.mkdir()
             lost = workers(4).run(training_lost, by=by, folder=str(folder), memory=memory)
         assert lost[0] == lost[2] == lost[3] == 0
         found[by] = lost[1]
-    assert found["growth"] < found[None]
-    assert found["updates"] < found[None]
+    assert max(found[by] for by in found if by is not None) < found[None]
 
 
 def no_full_restore_reads_them(folder: str, memory: str) -> None:

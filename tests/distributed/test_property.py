@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from tests.distributed import references
 from tests.distributed.models import Job, ModelSpec, Plan, random_plan, random_spec, uniform_plan
 from tests.distributed.states import gather, scramble
 from tests.distributed.worker_pool import WorkerPool
-from tests.examples import examples
+from tests.examples import examples, some_of
 from torchrec_checknrun import Checkpointer, Consecutive, Full, Intermittent, OneShot, Quantization
 from torchrec_checknrun.policy import Policy
 
@@ -148,7 +149,7 @@ quick = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=examples(10, quick=6),
+    max_examples=examples(10, quick=4),
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
@@ -212,8 +213,10 @@ def straight_run(spec: dict[str, Any], plan: Plan, steps: int, copy: str) -> lis
     return references.differences(gather(job), references.load(Path(copy)), None)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize(
+    ("sharding", "policy"),
+    some_of(itertools.product(["row_wise", "table_wise"], sorted(POLICIES)), 0, 2, 7),
+)
 def test_twice_resumed_is_as_never_stopped(
     workers: Workers, tmp_path: Path, sharding: str, policy: str
 ) -> None:

@@ -34,6 +34,7 @@ from tests.distributed.collisions import (
 from tests.distributed.serving import gathered, quantized
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import ZooBatch
+from tests.examples import some_of
 from torchrec_checknrun import Checkpointer, Follower, Publish
 from torchrec_checknrun.serve.names import plain
 from torchrec_checknrun.serve.publish import publish
@@ -148,7 +149,7 @@ CHOICES: list[tuple[int, Options]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "options"), CHOICES, ids=str)
+@pytest.mark.parametrize(("ranks", "options"), some_of(CHOICES, 1, 3), ids=str)
 def test_rows_and_maps_of_one_version(
     workers: Workers, tmp_path: Path, ranks: int, options: Options
 ) -> None:

@@ -223,7 +223,7 @@ def histories(draw: st.DrawFn) -> tuple[str, list[dict[str, Any]]]:
 
 
 @settings(
-    max_examples=examples(200, quick=6), deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(200, quick=3), deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(history=histories())
 def test_any_history(workers: Workers, history: tuple[str, list[dict[str, Any]]]) -> None:

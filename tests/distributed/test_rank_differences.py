@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.distributed.normalized import NormalizedJob
 from tests.distributed.small_job import Note, Workers, build, checkpointer, where
 from tests.distributed.watch import warnings_said
+from tests.examples import some_of
 from torchrec_checknrun import PerRank, Replicated
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
@@ -178,7 +179,7 @@ def save_odd(root: str, spec: dict[str, Any], plan: Any, case: str) -> list[Any]
     return [told, repr(odd.content), repr(fresh.content), repr(own.content)]
 
 
-@pytest.mark.parametrize("case", [*NAMED, "keys", "key", "bare", "order"])
+@pytest.mark.parametrize("case", some_of([*NAMED, "keys", "key", "bare", "order"], 0, 1, 5, 7, 10))
 def test_a_state_object_that_differs(workers: Workers, tmp_path: Path, case: str) -> None:
     zero, one = workers(2).run(save_odd, **where(tmp_path), case=case)
     for told, before, lowest, own in (zero, one):

@@ -19,6 +19,7 @@ from tests.distributed.sequence_model import Life, Point, Way
 from tests.distributed.sequence_run import ALPHABET, FREE, Run, Workers
 from tests.distributed.sequence_sabotage import DECIDES_WRONGLY, LOSES_PROTECTION, LOSES_ROWS
 from tests.distributed.worker_pool import CaseFailed
+from tests.examples import ALL, some_of
 
 quick = settings(
     derandomize=True,
@@ -56,14 +57,15 @@ def check_sequences(
 
 @pytest.mark.timeout(900)
 def test_nothing_is_lost(workers: Workers) -> None:
-    seen = check_sequences(workers, 14, 77)
+    seen = check_sequences(workers, *((14, 77) if ALL else (5, 5)))
+    share = 1 if ALL else 1 / 4
     # Neither kind is rare; lives that don't restore begin with a full one.
-    assert seen["differential"] > 40
-    assert seen["full"] > 10
-    assert seen["link"] > 10
+    assert seen["differential"] > 40 * share
+    assert seen["full"] > 10 * share
+    assert seen["link"] > 10 * share
     # Rows are copied on write in a good share of saves, and training overwrites some meanwhile.
-    assert seen["copied on write"] > 15
-    assert seen["protected"] > 3
+    assert seen["copied on write"] > 15 * share
+    assert seen["protected"] > 3 * share
 
 
 @pytest.mark.slow
@@ -204,7 +206,7 @@ def test_failing_in_parts(workers: Workers, background: str) -> None:
     run.teardown()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", some_of([0, 1], 1))
 def test_one_rank_does_not_hear(workers: Workers, rank: int) -> None:
     """Keep one rank from hearing, when the others have given up their marks."""
     run = Run(workers)

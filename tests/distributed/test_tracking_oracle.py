@@ -138,8 +138,10 @@ def check(counts: dict[str, int], at_least: int = 20) -> None:
 SHARDINGS = ("row_wise", "table_wise")
 
 
-@pytest.mark.parametrize("fused", ["sgd", "rowwise_adagrad", "adagrad"])
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize(
+    ("sharding", "fused"),
+    some_of(itertools.product(SHARDINGS, ["sgd", "rowwise_adagrad", "adagrad"]), 1, 5),
+)
 def test_stored_rows_are_the_changed_ones(
     workers: Workers, tmp_path: Path, sharding: str, fused: str
 ) -> None:
@@ -158,7 +160,7 @@ def test_stored_rows_are_the_changed_ones(
 
 @pytest.mark.parametrize(
     ("sharding", "index_dtype", "one_shot"),
-    some_of(itertools.product(SHARDINGS, ["int32", "int64"], [False, True]), 1, 2, 4, 7),
+    some_of(itertools.product(SHARDINGS, ["int32", "int64"], [False, True]), 1, 6),
 )
 def test_passes_that_train_nothing_store_nothing(
     workers: Workers, tmp_path: Path, sharding: str, index_dtype: str, one_shot: bool
@@ -176,7 +178,7 @@ def test_passes_that_train_nothing_store_nothing(
     assert counts["extra"] == 0
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize("sharding", some_of(SHARDINGS, 0))
 def test_extra_rows_are_those_with_a_gradient_of_zero(
     workers: Workers, tmp_path: Path, sharding: str
 ) -> None:
@@ -192,8 +194,9 @@ def test_extra_rows_are_those_with_a_gradient_of_zero(
     assert counts["extra"] > 0
 
 
-@pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize(
+    ("sharding", "index_dtype"), some_of(itertools.product(SHARDINGS, ["int32", "int64"]), 1, 2)
+)
 def test_ids_out_of_range_mark_the_row_that_is_updated_instead(
     workers: Workers, tmp_path: Path, sharding: str, index_dtype: str
 ) -> None:
@@ -211,7 +214,7 @@ def test_ids_out_of_range_mark_the_row_that_is_updated_instead(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("seed", some_of(range(4), 0, 2))
+@pytest.mark.parametrize("seed", some_of(range(4), 2))
 def test_random_models(workers: Workers, tmp_path: Path, seed: int, world_size: int) -> None:
     spec = random_spec(seed)
     counts = workers(world_size).run(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from recipes.dlrm_criteo.final_state import compare
 from recipes.dlrm_criteo.job import Job, JobFailed
-from recipes.dlrm_criteo.train import CONFIGS
+from tests.distributed.forked import Forked
 
 STEPS, BATCH, RANKS = 60, 256, 2
 EVAL_EVERY = 25
@@ -192,13 +190,14 @@ def test_more_ranks_resume_to_the_same_bits(tmp_path: Path) -> None:
 def test_one_process_needs_no_torchrun(tmp_path: Path) -> None:
     """Stop where the dataset ends, and go on from the last checkpoint at a second start."""
     command = [
-        *(sys.executable, "-m", "recipes.dlrm_criteo.train", f"run_dir={tmp_path / 'run'}"),
+        *("recipes.dlrm_criteo.train", f"run_dir={tmp_path / 'run'}"),
         *("checkpoint=check_n_run", "checkpoint.every_steps=2", "checkpoint.at_end=true"),
         *("dataset.samples=150", "dataset.holdout_every=0", "optimizer=sgd"),
         "trainer.batch_size=32",
     ]
     for _ in range(2):
-        subprocess.run(command, cwd=CONFIGS.parent, check=True, timeout=240, capture_output=True)
+        log = tmp_path / "log"
+        assert Forked(*command, log=log).wait(240) == 0, log.read_text()
     events = Run(tmp_path / "run", read_lines(tmp_path / "run" / "train.jsonl"))
     assert [e["step"] for e in events.named("start")] == [0, 4]
     assert [e["step"] for e in events.named("step")] == [1, 2, 3, 4]
@@ -206,6 +205,7 @@ def test_one_process_needs_no_torchrun(tmp_path: Path) -> None:
     assert [e["samples"] for e in events.named("end")] == [128, 128]
 
 
+@pytest.mark.slow  # lines are refused by name in tests/unit/recipes, lost ranks are in tests/crash
 def test_a_failing_rank_ends_the_job_at_once(tmp_path: Path) -> None:
     """Fail on a line that only rank 1 meets: nobody waits, and its error is told."""
     good = "\t".join(["1", *["3"] * 13, *["a1b2c3d4"] * 26])

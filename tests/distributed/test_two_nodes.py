@@ -118,6 +118,7 @@ def nodes() -> Iterator[Nodes]:
         made.end()
 
 
+@pytest.mark.slow  # test_peer_copies.py loses machines without starting torchrun
 def test_a_lost_nodes_ranks_read_nothing_from_the_storage(nodes: Nodes, tmp_path: Path) -> None:
     for code, log in nodes.live(tmp_path, None):
         assert code != 0

@@ -186,6 +186,7 @@ def _document(job: Job, found: Sequence[Forecast]) -> dict[str, Any]:
         "full_fp32_bytes": job.full_fp32_bytes,
         "expected_restores": job.restores,
         "width": job.width,
+        "reference_bytes": job.reference_bytes,
         "policies": [asdict(one) for one in found],
     }
 
@@ -202,6 +203,11 @@ def _print(job: Job, found: Sequence[Forecast]) -> None:
     kept = (">kept", ">peak", ">x less", ">chain")
     times = (">stall", ">stalled", ">read", ">lost", ">best interval")
     print_table(("policy", *written, *kept, *times), map(_row, found))
+    memory = (
+        f"{size(total)} with method={method} ({size(total / job.nodes)} a node)"
+        for method, total in job.reference_bytes.items()
+    )
+    say(f"memory for what the last checkpoint restores: {', '.join(memory)}; without links none")
     if job.copy_bandwidth is None:
         say(
             f"stalls: at {job.stalling_bandwidth / _GB:g} GB/s, {NODE_COPY_BANDWIDTH / _GB:g} a "

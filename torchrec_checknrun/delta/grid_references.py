@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from torchrec_checknrun.bitwidth import LEAST_SLOT_BYTES, delta_reference_bytes
 from torchrec_checknrun.delta import kernel
 from torchrec_checknrun.delta.digest import WORD, row_digests, total
 from torchrec_checknrun.delta.references import BLOCK_ROWS, References, Undo
@@ -25,10 +26,6 @@ from torchrec_checknrun.shards import Rectangle
 
 _BIAS = 150
 """Added to exponents, which then fit into a byte."""
-_LEAST_SLOT = 8
-"""Bytes of the narrowest row: a digest, or a place beside."""
-_BESIDE_PART = 8
-"""One of so many rows is expected to lie beside, in 16 bits a code."""
 
 
 class _Form(IntEnum):
@@ -72,14 +69,12 @@ class GridReferences(References):
         n, cols = rectangle.rows, rectangle.cols
         self._forms = np.zeros(n, np.uint8)
         self._exponents = np.zeros(n, np.uint8)
-        self._slots = np.zeros((n, max(_LEAST_SLOT, cols)), np.uint8)
+        self._slots = np.zeros((n, max(LEAST_SLOT_BYTES, cols)), np.uint8)
         self._beside = {form: _Beside(cols, dtype) for form, dtype in _TYPES.items()}
 
     @staticmethod
     def expected_bytes(rectangle: Rectangle) -> int:
-        """Estimate the memory for a shard's rows; an eighth is taken to need 16 bits a code."""
-        row = 2 + max(_LEAST_SLOT, rectangle.cols) + 2 * rectangle.cols // _BESIDE_PART
-        return rectangle.rows * row
+        return rectangle.rows * delta_reference_bytes(rectangle.cols)
 
     @property
     def bytes(self) -> int:
@@ -287,13 +282,13 @@ class GridReferences(References):
 
     def _words(self, positions: np.ndarray) -> np.ndarray:
         """Return the 64 bits at the start of rows' slots, ``(n,)`` uint64."""
-        words = np.ascontiguousarray(self._slots[positions, :_LEAST_SLOT])
+        words = np.ascontiguousarray(self._slots[positions, :LEAST_SLOT_BYTES])
         found: np.ndarray = words.view(np.uint64)[:, 0]
         return found
 
     def _set_words(self, positions: np.ndarray, words: np.ndarray) -> None:
         wide = np.ascontiguousarray(words).astype(np.uint64).view(np.uint8)
-        self._slots[positions, :_LEAST_SLOT] = wide.reshape(-1, _LEAST_SLOT)
+        self._slots[positions, :LEAST_SLOT_BYTES] = wide.reshape(-1, LEAST_SLOT_BYTES)
 
 
 def _forms_of(codes: np.ndarray) -> np.ndarray:

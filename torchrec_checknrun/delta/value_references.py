@@ -10,12 +10,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from torchrec_checknrun.bitwidth import lc_reference_bytes
 from torchrec_checknrun.delta.digest import WORD, row_digests, total
 from torchrec_checknrun.delta.grid import Grid, Kind
 from torchrec_checknrun.delta.references import BLOCK_ROWS, References, Undo
 from torchrec_checknrun.shards import Rectangle
-
-_VALUE_BYTES = 4
 
 
 class ValueReferences(References):
@@ -30,7 +29,7 @@ class ValueReferences(References):
 
     @staticmethod
     def expected_bytes(rectangle: Rectangle) -> int:
-        return rectangle.rows * (1 + _VALUE_BYTES * rectangle.cols)
+        return rectangle.rows * lc_reference_bytes(rectangle.cols)
 
     @property
     def bytes(self) -> int:

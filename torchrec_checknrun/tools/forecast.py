@@ -19,7 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as shown
 
-from torchrec_checknrun.bitwidth import expected_restores, row_bytes, width_for
+from torchrec_checknrun.bitwidth import (
+    delta_reference_bytes,
+    expected_restores,
+    lc_reference_bytes,
+    row_bytes,
+    width_for,
+)
 from torchrec_checknrun.format.manifest import Kind, Manifest, RankFile, TableTotals
 from torchrec_checknrun.root import policy as policies
 from torchrec_checknrun.root.policy import Decision, Policy
@@ -110,6 +116,14 @@ class Job:
     def full_fp32_bytes(self) -> int:
         """Bytes of a full exact checkpoint: each interval's bytes without this package."""
         return self.rows * (4 * self.dim + self.optimizer_bytes) + self.dense_bytes
+
+    @property
+    def reference_bytes(self) -> dict[str, int]:
+        """All ranks' memory for what the last checkpoint restores, by the methods that store rows
+        as differences to it.
+        """
+        by_row = {"delta": delta_reference_bytes(self.dim), "lc": lc_reference_bytes(self.dim)}
+        return {method: self.rows * size for method, size in by_row.items()}
 
     @property
     def stalling_bandwidth(self) -> float:

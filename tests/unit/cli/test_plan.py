@@ -9,6 +9,9 @@ import pytest
 
 from tests.unit.console import Console
 from torchrec_checknrun.bitwidth import row_bytes
+from torchrec_checknrun.delta.grid_references import GridReferences
+from torchrec_checknrun.delta.value_references import ValueReferences
+from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.tools.forecast import POLICIES, Job, forecast
 
 # 8 columns exact and 4 bytes of state: 36 bytes a row; 100 bytes of ids in a differential one.
@@ -146,6 +149,7 @@ class TestConsole:
         assert found["full_fp32_bytes"] == FULL
         assert found["expected_restores"] == 1
         assert found["width"] == 32
+        assert found["reference_bytes"] == {"delta": 800 * 12, "lc": 800 * 33}
         assert [one["policy"] for one in found["policies"]] == list(POLICIES)
         wanted = forecast(Job(**SMALL, copy_bandwidth=1000.0), "one-shot")
         assert found["policies"][1] == vars(wanted)
@@ -155,6 +159,7 @@ class TestConsole:
         assert result.code == 0
         assert "full in fp32: 520 GB; expected restores: 1.15; rows stored in 3 bit" in result.out
         assert "stalls: at 96 GB/s, 6 a node" in result.out
+        assert "restores: 164 GB with method=delta (10.2 GB a node), 514 GB with" in result.out
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -180,3 +185,15 @@ class TestConsole:
         result = console.run("plan", "--dim", 8, *arguments)
         assert result.code == 2
         assert message in " ".join(result.err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("dim", [4, 16, 64, 100])
+def test_references_take_what_links_take(dim: int) -> None:
+    """Forecast the memory by which a Checkpointer decides which tables get links."""
+    place = Rectangle(0, 1000, 0, dim)
+    found = Job(rows=1000, dim=dim).reference_bytes
+    assert found == {
+        "delta": GridReferences.expected_bytes(place),
+        "lc": ValueReferences.expected_bytes(place),
+    }
+    assert found["lc"] == ValueReferences("t", place).bytes
