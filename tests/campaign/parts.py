@@ -86,7 +86,7 @@ PARTS: dict[str, Part] = {
         partial(_kills, variant="thread"),
         *(330, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 1000),
         "SIGKILL to ranks and their agent, at any moment and at any operation of the storage",
-        slice=3,
+        slice=2,
     ),
     "kills-process": Part(
         partial(_kills, variant="process"),
@@ -110,7 +110,7 @@ PARTS: dict[str, Part] = {
         partial(_faults, ranks=1),
         *(1950, 50, 5.0, ("faults", "faults"), 5000),
         "Storage that fails, hangs, lags and lies while a job saves, restores, prunes or compacts",
-        slice=30,
+        slice=16,
     ),
     "faults-2-ranks": Part(
         partial(_faults, ranks=2),
@@ -122,7 +122,7 @@ PARTS: dict[str, Part] = {
         partial(_faults, ranks=1, delta=True),
         *(500, 25, 5.0, ("faults", "faults"), 1000),
         "The same on one rank that stores rows as differences to the last checkpoint",
-        slice=6,
+        slice=4,
     ),
     "faults-delta-2-ranks": Part(
         partial(_faults, ranks=2, delta=True),
@@ -134,19 +134,19 @@ PARTS: dict[str, Part] = {
         damage.run,
         *(None, 60, 5.0, ("damages", "damages"), 1500),
         "Every file of a root, control records included, damaged in every way",
-        slice=30,
+        slice=16,
     ),
     "damage-delta": Part(
         _damage_delta,
         *(None, 60, 5.0, ("damages", "damages"), 1500),
         "The same where rows are stored as differences to the last checkpoint",
-        slice=12,
+        slice=8,
     ),
     "hostile": Part(
         hostile.run,
         *(105_000, 2500, 0.1, ("inputs", "inputs"), 100_000),
         "Hostile manifests, indexes, payloads, claims, pins and state trees",
-        slice=1000,
+        slice=500,
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from tests.crash.faulty_store import Faults, Mode, patience
 from tests.crash.save_sweep import alone, faulty_roots
+from tests.examples import some_of
 from tests.unit.run.deltas import Tables, delta, expected, lc, live, make_job, same, saving
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.errors import SaveFailed
@@ -85,7 +87,12 @@ def sweep(where: Where, stride: int, chosen: Quantization) -> None:
             assert any(told) or mode.transient, mode
 
 
-@pytest.mark.parametrize("chosen", [delta(), lc()], ids=["delta", "lc"])
+@pytest.mark.parametrize(
+    ("where", "chosen"),
+    some_of(product(["memory", "disk"], [delta(), lc()]), 1, 2),
+    indirect=["where"],
+    ids=["memory-delta", "memory-lc", "disk-delta", "disk-lc"],
+)
 def test_links(where: Where, chosen: Quantization) -> None:
     sweep(where, STRIDE, chosen)
 

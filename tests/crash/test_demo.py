@@ -11,6 +11,7 @@ import pytest
 
 from recipes.dlrm_criteo import demo
 from tests.crash.conftest import REPOSITORY
+from tests.crash.test_sabotage import PLAN as SHORT
 
 IMAGES = r"DEMO OK: with images: killed in step \d+, 0 steps lost; without images: killed in step "
 IMAGES_FIT = shutil.disk_usage(demo.SHARED_MEMORY).free >= demo.LEAST_SHARED_MEMORY
@@ -30,17 +31,22 @@ def test_on_real_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "plan"),
     [
-        pytest.param([], id="exact", marks=pytest.mark.slow),
+        pytest.param([], demo.SYNTHETIC, id="exact", marks=pytest.mark.slow),
         # Real rows show the same.
-        pytest.param(["--once"], id="once", marks=[pytest.mark.slow] if ROWS.is_file() else []),
-        pytest.param(["--bits", "8"], id="8 bit", marks=pytest.mark.slow),
+        pytest.param(["--once"], SHORT, id="once", marks=[pytest.mark.slow] * ROWS.is_file()),
+        pytest.param(["--bits", "8"], demo.SYNTHETIC, id="8 bit", marks=pytest.mark.slow),
     ],
 )
 def test_on_synthetic_rows(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    plan: demo.Plan,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(demo, "SYNTHETIC", plan)
     assert demo.main([*arguments, "--runs", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert ("two uninterrupted runs end bit for bit equal" in printed) == (not arguments)

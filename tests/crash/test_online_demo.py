@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from recipes.dlrm_criteo.job import is_alive
 from recipes.dlrm_criteo.online_demo import __main__ as online_demo
 from recipes.dlrm_criteo.online_demo.outcome import FIRST, FOLLOWED, RELOADED, TRUTH
 from tests.crash.conftest import REPOSITORY
+from tests.distributed.forked import Forked
 
 ROWS = Path(os.environ.get("CRITEO_TSV") or REPOSITORY / "../shared/data/criteo_kaggle_head.tsv")
 TINY = replace(
@@ -82,18 +81,16 @@ def descendants(pid: int) -> set[int]:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_a_signal_ends_all_processes(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.dlrm_criteo.online_demo", "--runs", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as demo:
-        log = tmp_path / "trainer" / "train.jsonl"
-        while not log.exists() or '"step"' not in log.read_text():
-            assert demo.poll() is None
-            time.sleep(0.05)
-        below = descendants(demo.pid)
-        assert len(below) >= 4  # torchrun, two ranks, the server
-        demo.send_signal(number)
-        _, errors = demo.communicate(timeout=120)
-    assert demo.returncode == 128 + number, errors
-    assert f"ended by {number.name}" in errors
+    output, log = tmp_path / "output", tmp_path / "runs" / "trainer" / "train.jsonl"
+    demo = Forked("recipes.dlrm_criteo.online_demo", "--runs", str(tmp_path / "runs"), log=output)
+    while not log.exists() or '"step"' not in log.read_text():
+        assert demo.poll() is None, output.read_text()
+        time.sleep(0.05)
+    below = descendants(demo.pid)
+    assert len(below) >= 4  # torchrun, two ranks, the server
+    demo.send_signal(number)
+    assert demo.wait(120) == 128 + number, output.read_text()
+    assert f"ended by {number.name}" in output.read_text()
     deadline = time.monotonic() + 20
     while any(map(is_alive, below)) and time.monotonic() < deadline:
         time.sleep(0.05)

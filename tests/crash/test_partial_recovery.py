@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("every", "points"),
-    [(13, 5), pytest.param(4, 14, marks=pytest.mark.slow)],
+    [(19, 3), pytest.param(4, 14, marks=pytest.mark.slow)],
     ids=["some points", "more points"],
 )
 def test_a_killed_partial_recovery_is_repeated(tmp_path: Path, every: int, points: int) -> None:

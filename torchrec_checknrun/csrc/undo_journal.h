@@ -199,14 +199,9 @@ class UndoJournal {
         }
       }
       for (const JournaledPart& part : shard.parts) {
-        const uint8_t* from = part.live + rows[i] * part.row_bytes;
-        if (part.row_bytes == 4) {  // row-wise state: not worth a call
-          std::memcpy(into.next(), from, 4);
-          into.copied(4);
-        } else {
-          into.add(from, part.row_bytes);
-        }
+        into.add_row(part.live + rows[i] * part.row_bytes, part.row_bytes);
       }
+      into.check_some();
     }
     constexpr uint8_t zeros[8] = {};
     into.add(zeros, padding_of(int64_t(rows.size()) * shard.row_bytes()));

@@ -92,7 +92,7 @@ def test_rows_of_any_shape_and_type(
 
 
 @every_codec
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15, quick=6), deadline=None)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 70), st.data())
 def test_ids_choose_rows_in_any_order(
     codec: Codec, seed: int, n: int, dim: int, data: st.DataObject

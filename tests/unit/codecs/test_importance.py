@@ -312,7 +312,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150, quick=12), deadline=None)
 @given(JUNK, st.integers(0, 2), st.sampled_from(["groups", "group", "rows", "exponent"]))
 def test_no_parameter_can_crash_a_reader(junk: object, group: int, where: str) -> None:
     _, encoded = example()

@@ -217,6 +217,7 @@ def test_memory_is_that_of_a_few_chunks(tmp_path: Path, monkeypatch: pytest.Monk
     assert 1 <= most <= 4
 
 
+@pytest.mark.slow  # cli/test_shell.py::test_looking_needs_no_torch compacts as well
 def test_torchrec_is_not_needed(tmp_path: Path) -> None:
     """Compact on a machine without TorchRec."""
     small_chain(Folder(tmp_path))

@@ -80,7 +80,7 @@ def test_chosen_rows_and_columns(seed: int, n: int, dim: int, name: str) -> None
     assert same(found, part_of(after, chosen, columns))
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25, quick=3), deadline=None)
 @given(SEEDS, st.integers(1, 30), DIMS, st.sampled_from(DTYPES))
 def test_twenty_links_replay_to_the_bit(seed: int, n: int, dim: int, dtype: torch.dtype) -> None:
     """Write each link by any kernel, cut into chunks anywhere; replay with every kernel, whole, and

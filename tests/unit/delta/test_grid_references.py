@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.delta.plain import same_rows
 from tests.unit.delta.test_rows import put, random_rows, random_steps, rows_at
 from torchrec_checknrun.delta import digest, kernel, link
@@ -67,7 +68,7 @@ def digest_of(rows: Grid) -> int:
     return total(row_digests(np.arange(len(rows)) + FIRST, COLUMNS, rows))
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 40), rounds=st.integers(1, 8))
 def test_rows_come_back_and_the_digest_follows(seed: int, rows: int, rounds: int) -> None:
     rng, references = np.random.default_rng(seed), make(rows)
@@ -146,7 +147,7 @@ def encoded(
     return chosen, after(np.arange(len(chosen)))
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), kept=st.lists(st.booleans(), max_size=8))
 def test_what_is_not_committed_is_undone(seed: int, kept: list[bool]) -> None:
     rows, references = 30, make(30)

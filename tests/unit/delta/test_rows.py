@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.chains import same_bits
 from tests.unit.delta.plain import PlainRow, expected, row_of, same_rows
 from torchrec_checknrun.delta.rows import (
@@ -55,7 +56,7 @@ def random_steps(rng: np.random.Generator, n: int) -> np.ndarray:
     return wanted.astype(np.int16)
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(1, 12),
@@ -124,7 +125,7 @@ def put(rows: Grid, chosen: np.ndarray, new: Grid) -> None:
     )
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), dim=st.integers(1, 12))
 def test_parts_of_a_payload(seed: int, dim: int) -> None:
     """Any rows and columns of a link are applied alone as they are in the whole."""
@@ -203,7 +204,7 @@ def test_a_link_on_another_predecessor_is_refused_where_it_shows() -> None:
         apply(payload, 2, 3, base)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_hostile_payloads_are_refused_or_read_within_bounds(data: st.DataObject) -> None:
     """Flip, cut and append bytes: nothing but a ``ValueError``, and no code out of range."""

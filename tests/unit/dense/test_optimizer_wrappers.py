@@ -30,6 +30,7 @@ from tests.distributed.optimizer_nests import (
     layout,
     warm,
 )
+from tests.examples import some_of
 from tests.unit.chains import one_thread
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
@@ -46,12 +47,12 @@ def alone(group: None) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("nest", [*NESTS, *ALONE])
+@pytest.mark.parametrize("nest", some_of([*NESTS, *ALONE], 0, 4, 6, 7, 10, 14))
 def test_every_nest_comes_back(tmp_path: Path, nest: str) -> None:
     assert goes_on(str(tmp_path), [{"layout": MIXED, "nest": nest}]) == []
 
 
-@pytest.mark.parametrize("number", range(len(SCHEDULES) - 1))
+@pytest.mark.parametrize("number", some_of(range(len(SCHEDULES) - 1), 1, 2, 6))
 def test_schedulers_come_back(tmp_path: Path, number: int) -> None:
     case = {
         "layout": TABLES,

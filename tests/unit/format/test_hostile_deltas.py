@@ -6,11 +6,13 @@ import random
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.examples import some_of
 from tests.golden.make_deltas import DTYPES, ROWS
 from tests.unit.chains import new_root, same_bits
 from tests.unit.forgery import Forged, load, seal
@@ -142,10 +144,16 @@ def refusals(root: Folder, head: str) -> list[str]:
     return found
 
 
+@cache
+def is_sound(golden: Path) -> bool:
+    """Tell whether all readers take the chain as it is."""
+    root, chain = new_root(), load(Folder(golden))
+    return refusals(root, seal(root, chain)) == []
+
+
 def assert_refused(golden: Path, words: str, change: Change) -> None:
     """Assert that all readers refuse a changed chain, and that one of them names the reason."""
-    root, chain = new_root(), load(Folder(golden))
-    assert refusals(root, seal(root, chain)) == []
+    assert is_sound(golden)
     root, chain = new_root(), load(Folder(golden))
     change(chain)
     head = seal(root, chain)
@@ -193,6 +201,6 @@ def assert_found_by_digests(golden: Path, seed: int) -> None:
         assert same_bits(found.weight, wanted.weight)  # padding was changed, or nothing
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some_of(range(60), *range(0, 60, 4)))
 def test_random_payloads_are_refused_or_have_another_digest(seed: int) -> None:
     assert_found_by_digests(GOLDEN, seed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from hydra.errors import HydraException
 
+from tests.examples import some_of
 from tests.unit.hydra_config import test_config
 from tests.unit.hydra_config.test_config import chosen, made
 from torchrec_checknrun.errors import CheckpointNotFound
@@ -22,8 +24,10 @@ recorded = test_config.recorded
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("option", ["check_n_run", "dcp", "dcp_async"])
-@pytest.mark.parametrize("resume", ["auto", "must", "never"])
+@pytest.mark.parametrize(
+    ("option", "resume"),
+    some_of(product(["check_n_run", "dcp", "dcp_async"], ["auto", "must", "never"]), 0, 5, 7),
+)
 def test_it_is_passed_on(option: str, resume: str) -> None:
     overrides = (f"checkpoint={option}", "checkpoint.root=x")
     assert made(*overrides).arguments["resume"] == "auto"

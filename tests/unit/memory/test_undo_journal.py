@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
 from torchrec_checknrun.memory.step_journal import StepJournal
 from torchrec_checknrun.native import has_extension
@@ -78,7 +79,7 @@ CHANGES = st.tuples(
 STEPS = st.lists(st.lists(CHANGES, max_size=4), min_size=1, max_size=5)
 
 
-@settings(deadline=None)  # each example makes a file
+@settings(max_examples=examples(100), deadline=None)  # each example makes a file
 @given(STEPS, st.lists(CHANGES, max_size=3), st.booleans(), st.integers(0, 2))
 def test_any_steps_are_undone(
     tmp_path_factory: pytest.TempPathFactory,
@@ -106,7 +107,7 @@ def test_any_steps_are_undone(
     image.areas.remove()
 
 
-@settings(deadline=None)  # each example makes a file
+@settings(max_examples=examples(100), deadline=None)  # each example makes a file
 @given(STEPS, st.lists(CHANGES, min_size=1, max_size=3))
 def test_a_kill_while_journals_are_dropped(
     tmp_path_factory: pytest.TempPathFactory,
@@ -184,7 +185,7 @@ def test_without_memory_the_steps_before_are_out_of_reach(
     image.areas.remove()
 
 
-@settings(deadline=None)  # each example makes a file
+@settings(max_examples=examples(100), deadline=None)  # each example makes a file
 @given(st.binary(max_size=200), st.integers(0, 200))
 def test_other_bytes_are_no_journal(data: bytes, size: int) -> None:
     weight = torch.zeros(5, 3)
@@ -198,7 +199,7 @@ def test_other_bytes_are_no_journal(data: bytes, size: int) -> None:
         assert rows >= 0
 
 
-@settings(deadline=None)  # each example makes a file
+@settings(max_examples=examples(100), deadline=None)  # each example makes a file
 @given(CHANGES, st.data())
 def test_a_changed_bit_is_found_before_a_row_is_put_back(
     tmp_path_factory: pytest.TempPathFactory, change: tuple[int, list[int]], data: st.DataObject

@@ -23,6 +23,7 @@ from recipes.figures.accuracy.scale import FOLDER, Scale
 from recipes.figures.accuracy.summary import Effect, Interval, Size, effects, sizes, smallest
 from recipes.figures.accuracy.tasks import TASKS, Sources
 from recipes.figures.small_job import SmallJob
+from tests.examples import some_of
 from tests.unit.recipes.test_movielens import GROUPLENS
 
 SCALE = Scale(
@@ -42,7 +43,7 @@ SCALE = Scale(
 MOMENTS = [(1, 0), (2, 0), (2, 3)]
 
 
-@pytest.fixture(params=["dlrm16", pytest.param("dlrm64", marks=pytest.mark.slow), "mf", "deepfm"])
+@pytest.fixture(params=some_of(["dlrm16", "dlrm64", "mf", "deepfm"], 2))
 def task(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,9 +1,11 @@
 """Run the benchmarks at small sizes; check all figures that the machine's speed can't change."""
 
 import json
-import subprocess
-import sys
+import logging
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +13,28 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.benchmarks import codecs, planning
+from recipes.benchmarks import codecs, long_chains, planning
 from recipes.benchmarks.codecs import Figure, Size, Target
 from recipes.benchmarks.memory import Case, measure, peak_of
 from recipes.benchmarks.paired import paired
+from recipes.benchmarks.side_by_side.model import Setting
+from recipes.benchmarks.stall import growth
+from recipes.benchmarks.stall import run as stall_run
 from recipes.benchmarks.tracking import Cost, interval, meets_target
+from tests.distributed.forked import Forked
+from tests.examples import some_of
+from torchrec_checknrun import compact
+from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.native import has_extension
-
-REPOSITORY = Path(__file__).resolve().parents[3]
+from torchrec_checknrun.root.checkpoints import read_manifest
+from torchrec_checknrun.run.compaction import CompactionProcess, Copied
+from torchrec_checknrun.store.folder import Folder
 
 
 def test_tracking_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
     options = ["--rows-cap", "200", "--steps", "6", "--rounds", "2", "--batch", "16", "--dims", "8"]
-    command = [sys.executable, "-m", "recipes.benchmarks.tracking", "--json", str(out), *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode in (0, 1), done.stderr  # 1: the target was missed, on a busy machine
-    figures, printed = json.loads(out.read_text()), done.stdout
+    # 1: the target was missed, on a busy machine
+    figures, printed = _run("tracking", tmp_path, *options, statuses=(0, 1))
     costs = {figure["tracker"]: Cost(**figure) for figure in figures}
     assert list(costs) == ["none", "this package", "TorchRec ID_ONLY", "TorchRec auto_compact"]
     assert all(name in printed for name in costs)
@@ -44,13 +51,8 @@ def test_tracking_is_measured(tmp_path: Path) -> None:
 
 
 def test_following_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
     options = ["--rows", "2000", "--dim", "16", "--rounds", "2", "--rest", "0.2"]
-    options += ["--json", str(out)]
-    command = [sys.executable, "-m", "recipes.benchmarks.follow", *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
+    found, printed = _run("follow", tmp_path, *options)
     own = found["follower"]
     assert own["rows"] == 520
     assert 0 < own["visible_seconds"] <= own["seconds"]
@@ -58,17 +60,13 @@ def test_following_is_measured(tmp_path: Path) -> None:
     for copies in (1, 2):
         case = found[f"predictions, copies={copies}"]
         assert min(case["applying"]["answers_per_second"], case["resting"]["slowest_ms"]) > 0
-    assert "| follower, until visible |" in done.stdout
+    assert "| follower, until visible |" in printed
 
 
 @pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 def test_images_are_measured(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    options = ["--rows-cap", "200", "--rounds", "2", "--dims", "8", "--json", str(out)]
-    command = [sys.executable, "-m", "recipes.benchmarks.images", *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    (found,) = json.loads(out.read_text())["results"]
+    options = ["--rows-cap", "200", "--rounds", "2", "--dims", "8"]
+    (found,) = _run("images", tmp_path, *options)[0]["results"]
     assert 0 < found["journal_ms"] < found["step_ms"]
     assert 0 < found["commit_ms"] < found["step_ms"]
     low_to_high = [found["share"][1], found["share"][0], found["share"][2]]
@@ -79,16 +77,12 @@ def test_images_are_measured(tmp_path: Path) -> None:
 @pytest.mark.slow  # six processes
 @pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 def test_a_restart_is_taken_apart(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    options = ["--rows", "5000", "--rounds", "1", "--json", str(out)]
-    command = [sys.executable, "-m", "recipes.benchmarks.restart", *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    for found in json.loads(out.read_text())["results"]:
+    document, printed = _run("restart", tmp_path, "--rows", "5000", "--rounds", "1")
+    for found in document["results"]:
         for way, seconds in found["seconds"].items():
             assert min(seconds.values()) > 0
             assert sum(seconds.values()) == pytest.approx(found["whole"][way])
-    assert "| **from the start of the process** |" in done.stdout
+    assert "| **from the start of the process** |" in printed
 
 
 @pytest.mark.slow
@@ -112,7 +106,7 @@ def test_memory_is_measured() -> None:
 
 @pytest.mark.slow
 def test_what_training_sees_of_a_save(tmp_path: Path) -> None:
-    document, _ = _run("disturbance", tmp_path, "--saves", "2")
+    document, _ = _run("disturbance", tmp_path, "--rows", "20000", "--saves", "2")
     assert list(document["saves"]) == ["thread", "process"]
     for saves in document["saves"].values():
         assert len(saves) == 2
@@ -122,11 +116,29 @@ def test_what_training_sees_of_a_save(tmp_path: Path) -> None:
         assert all(0 < one["processor"] < one["wall"] * 1.01 for one in intervals)
 
 
-def test_stalls_are_measured(tmp_path: Path) -> None:
-    picture = tmp_path / "out.png"
-    document, printed = _run(
-        "stall", tmp_path, "--intervals", "2", "--patience", "0", "--plot", str(picture)
-    )
+@dataclass(frozen=True)
+class SmallSteps(Setting):
+    batch: int = 128
+
+
+@pytest.mark.parametrize("spawned", some_of([True, False], 1))
+def test_stalls_are_measured(
+    tmp_path: Path,
+    spawned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    picture, out = tmp_path / "out.png", tmp_path / "out.json"
+    options = ["--rows", "20000", "--intervals", "2", "--patience", "0", "--plot", str(picture)]
+    if spawned:
+        document, printed = _run("stall", tmp_path, *options)
+    else:  # without a process of its own, which imports TorchRec, for each of two measurements
+        roots = tmp_path / "roots"
+        monkeypatch.setattr(stall_run, "_alone", lambda call, *given: call(*given, roots))
+        monkeypatch.setattr(stall_run, "Setting", SmallSteps)
+        monkeypatch.setattr(growth, "_LOOKUPS", 2048)
+        stall_run.main([*options, "--json", str(out)])
+        document, printed = json.loads(out.read_text()), capsys.readouterr().out
     modes = ["copy on write", "copy", "dcp.save", "dcp.async_save"]
     assert list(document["modes"]) == modes
     assert all(mode in printed for mode in modes)
@@ -151,14 +163,14 @@ def test_stalls_are_measured(tmp_path: Path) -> None:
     assert [target["limit"] for target in document["targets"]] == [0.1, 0.35, 1.3]
 
 
-def _run(name: str, folder: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """Run a benchmark on small tables; return its document, and what it prints."""
-    out = folder / "out.json"
-    command = [sys.executable, "-W", "ignore", "-m", f"recipes.benchmarks.{name}"]
-    command += ["--json", str(out), "--rows", "20000", *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text()), done.stdout
+def _run(
+    name: str, folder: Path, *options: str, statuses: Collection[int] = (0,)
+) -> tuple[Any, str]:
+    """Run a benchmark in a process of its own; return its document, and what it prints."""
+    out, log = folder / "out.json", folder / "log"
+    process = Forked(f"recipes.benchmarks.{name}", "--json", str(out), *options, log=log)
+    assert process.wait(250) in statuses, log.read_text()
+    return json.loads(out.read_text()), log.read_text()
 
 
 def test_planning_is_measured() -> None:
@@ -310,13 +322,38 @@ def test_paired_calls_run_in_every_round() -> None:
     assert np.median(seconds[slow] / seconds[fast]) > 1
 
 
-def test_long_chains_are_measured(tmp_path: Path) -> None:
+class CompactionBesideAStep:
+    """A compaction in this process that is done once a training step has been."""
+
+    def __init__(self, root: Folder, original: Manifest) -> None:
+        self._root, self._original = root, original
+        self._begun = False
+
+    @cached_property
+    def _copied(self) -> Copied:
+        report = compact(self._root.url, self._original.id)
+        assert report is not None
+        return Copied(self._original.id, read_manifest(self._root, report.id))
+
+    @property
+    def outcome(self) -> Copied | None:
+        if self._begun:
+            return self._copied
+        self._begun = True
+        return None
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("beside", some_of([CompactionProcess, CompactionBesideAStep], 1))
+def test_long_chains_are_measured(
+    tmp_path: Path, beside: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_chains, "CompactionProcess", beside)
+    monkeypatch.setattr(long_chains, "_PATIENCE", 0.0)
+    monkeypatch.setattr(logging, "disable", lambda level: None)
     out = tmp_path / "out.json"
     options = ["--rows", "3000", "--dim", "8", "--links", "5", "--pause", "0.1"]
-    options += ["--rounds", "1", "--compactions", "1"]
-    command = [sys.executable, "-m", "recipes.benchmarks.long_chains", "--json", str(out), *options]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    long_chains.main([*options, "--rounds", "1", "--compactions", "1", "--json", str(out)])
     for found in json.loads(out.read_text())["results"].values():
         read = {name: each["bytes_read"] for name, each in found["restores"].items()}
         assert read["chain"] > read["compacted"] >= read["full"]

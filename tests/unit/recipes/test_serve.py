@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 
 from recipes.dlrm_criteo import serve
 from recipes.dlrm_criteo.serving.app import PAGE
+from tests.examples import some_of
 from tests.unit.recipes.asked import (
     PATIENCE,
     Server,
@@ -161,7 +162,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert server.port == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", some_of([signal.SIGTERM, signal.SIGINT], 1))
 def test_ends_when_told(tmp_path: Path, number: int) -> None:
     server = Server(tmp_path)
     assert server.ask("GET", "/metrics")[0] == 200

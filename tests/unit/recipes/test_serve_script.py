@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from recipes.dlrm_criteo.reader import to_batch
 from recipes.dlrm_criteo.samples import Samples
 from recipes.dlrm_criteo.serve import CONFIGS, inference_model
 from recipes.dlrm_criteo.serving.script import script
+from tests.examples import some_of
 from torchrec_checknrun.serve.kernels import find_kernels
 
 CROSS = "model.cross={_target_: recipes.dlrm_criteo.model.CrossNetwork, layers: 2, rank: 8}"
@@ -33,8 +35,7 @@ def fill(model: nn.Module) -> None:
         kernel.weights_host.random_(0, 50)
 
 
-@pytest.mark.parametrize("bits", [32, 8, 4, 2])
-@pytest.mark.parametrize("cross", [False, True], ids=["dlrm", "dcn"])
+@pytest.mark.parametrize(("cross", "bits"), some_of(product([False, True], [32, 8, 4, 2]), 1, 4, 6))
 def test_the_same_predictions(bits: int, cross: bool) -> None:
     built = architecture(*[CROSS] * cross)
     rows = np.array(built.num_embeddings_per_feature)

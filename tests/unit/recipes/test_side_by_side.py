@@ -45,6 +45,8 @@ from recipes.benchmarks.side_by_side.tables import more_memory
 from recipes.benchmarks.side_by_side.targets import evaluate
 from recipes.benchmarks.side_by_side.trace import Trace, promised
 from recipes.benchmarks.side_by_side.turns import PAIRS
+from recipes.benchmarks.side_by_side.worker import memory
+from tests.distributed.small_job import Workers
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ROWS = [200_000, 3, 1000, 80_000]
@@ -350,22 +352,18 @@ def test_targets_systems_come_first() -> None:
     assert names(1, [])[:3] == names(2, [])[:3] == [ON_WRITE, COPY, DCP]
 
 
-MEMORY = """
-from recipes.benchmarks.side_by_side.worker import memory
-level = memory(start=True)
-block = bytearray(b"x" * (40 << 20))
-del block
-print(memory() - level)
-again = memory(start=True)
-print(memory() - again)
-"""
+def peaks() -> list[int]:
+    level = memory(start=True)
+    block = bytearray(b"x" * (40 << 20))
+    del block
+    first = memory() - level
+    again = memory(start=True)
+    return [first, memory() - again]
 
 
-def test_memory_is_the_peak_since_the_start() -> None:
+def test_memory_is_the_peak_since_the_start(workers: Workers) -> None:
     """Measure in a process without children: those of other tests would count."""
-    command = [sys.executable, "-c", MEMORY]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    first, second = map(int, done.stdout.split())
+    ((first, second),) = workers(1).run(peaks)
     assert 30 << 20 < first < 200 << 20
     assert second < 20 << 20
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import hashlib
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -17,6 +16,7 @@ from torchmetrics.functional.classification import binary_auroc
 
 from recipes.dlrm_criteo.samples import Samples
 from recipes.dlrm_criteo.synthetic import BASE_RATE, PERMANENT, Synthetic, _scatter, mix
+from tests.distributed.small_job import Workers
 from tests.examples import examples
 
 # In the shape of Kaggle's tables, a thousand times smaller.
@@ -38,25 +38,14 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
     return float(binary_auroc(torch.from_numpy(scores).sigmoid(), torch.from_numpy(labels).long()))
 
 
-DIGEST = """
-import hashlib, numpy as np
-from recipes.dlrm_criteo.synthetic import Synthetic
-samples = Synthetic([5, 70, 900] * 8 + [3, 11], samples=10**6).generate(np.arange(500))
-digest = hashlib.sha256(b"".join(part.tobytes() for part in samples)).hexdigest()
-"""
+def digest() -> str:
+    samples = Synthetic([5, 70, 900] * 8 + [3, 11], samples=10**6).generate(np.arange(500))
+    return hashlib.sha256(b"".join(part.tobytes() for part in samples)).hexdigest()
 
 
-def digest_in_another_process() -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{DIGEST}print(digest)"], check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
-
-
-def test_same_in_every_process() -> None:
-    here: dict[str, str] = {}
-    exec(DIGEST, here)
-    assert digest_in_another_process() == here["digest"]
+def test_same_in_every_process(workers: Workers) -> None:
+    """Two ranks have other seeds of hashes than this process, and than each other."""
+    assert workers(2).run(digest) == [digest()] * 2
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
 from tests.distributed.states import State, gather
+from tests.examples import some_of
 from tests.unit.run.jobs import train
 from tests.unit.run.lives import Lives, by_images, differences
 from torchrec_checknrun import Images, skip_initialization
@@ -54,7 +55,7 @@ def tables_of(job: Job) -> dict[str, np.ndarray]:
     return {n.split(".")[-2]: r for n, r in state if n.startswith("model/") and ".t" in n}
 
 
-@pytest.fixture(params=SHARDINGS)
+@pytest.fixture(params=some_of(SHARDINGS, 1, 3))
 def plan(request: pytest.FixtureRequest) -> Plan:
     return Plan(request.param)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
+from tests.examples import ALL, some_of
 from tests.unit.run.deltas import (
     STEP,
     TABLES,
@@ -44,7 +45,7 @@ def job(one_rank: None) -> Job:
 
 
 def test_every_link_restores_its_integers(tmp_path: Path, job: Job) -> None:
-    made = chain(tmp_path, job, 20)
+    made = chain(tmp_path, job, 20 if ALL else 10)
     assert sound(tmp_path) == []
     kinds = [manifest(tmp_path, name)["kind"] for name, _ in made]
     assert kinds[:2] == ["full", "differential"]
@@ -71,8 +72,16 @@ def test_a_chain_goes_on_where_it_was_restored(tmp_path: Path, job: Job) -> None
     assert sound(tmp_path) == []
 
 
-@pytest.mark.parametrize("fused", ["rowwise_adagrad", "adagrad", "sgd"])
-@pytest.mark.parametrize("options", [{}, {"mean_bits": 4.0}, {"tail": True}, {"optimizer": "log8"}])
+@pytest.mark.parametrize(
+    ("fused", "options"),
+    some_of(
+        itertools.product(
+            ["rowwise_adagrad", "adagrad", "sgd"],
+            [{}, {"mean_bits": 4.0}, {"tail": True}, {"optimizer": "log8"}],
+        ),
+        *(1, 2, 7, 8),
+    ),
+)
 def test_optimizers_and_options(tmp_path: Path, fused: str, options: dict[str, Any]) -> None:
     spec = ModelSpec((CollectionSpec("c", TABLES),), fused=fused)
     made = chain(tmp_path, make_job(spec=spec), 3, quantization=delta(**options))
@@ -219,7 +228,7 @@ def test_tools_see_what_a_restore_gives(tmp_path: Path, job: Job) -> None:
 
 def test_retention_keeps_whole_chains(tmp_path: Path, job: Job) -> None:
     with saving(tmp_path, job, retention=Retention(keep=1)) as saver:
-        for _ in range(12):
+        for _ in range(12 if ALL else 6):
             train(job, saver)
             saver.save()
             assert saver._saver.writer._pruner is not None
@@ -304,7 +313,7 @@ def test_compaction_beside_a_live_run(tmp_path: Path, job: Job) -> None:
     """Compact after every link while the run goes on with its own chain."""
     with saving(tmp_path, job) as saver:
         kinds = []
-        for _ in range(8):
+        for _ in range(8 if ALL else 5):
             train(job, saver)
             report = saver.save()
             kinds.append(report.kind)

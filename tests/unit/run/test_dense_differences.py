@@ -11,7 +11,9 @@ import torch
 from tests.distributed import references
 from tests.distributed.models import Job
 from tests.distributed.states import gather, scramble
+from tests.examples import some_of
 from tests.unit.run.jobs import checkpointer, make_job, restored, train
+from tests.unit.run.test_going_on import CompactedAtOnce
 from torchrec_checknrun import Checkpointer, Consecutive, Full, OneShot, Retention, compact, verify
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.format.entries import difference_of
@@ -19,6 +21,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_indexes
 from torchrec_checknrun.root.checkpoints import read_manifest
+from torchrec_checknrun.run import going_on
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
 
@@ -100,7 +103,7 @@ def test_a_chain_of_differences(run: Run) -> None:
     run.saver.close()
 
 
-@pytest.mark.parametrize("background", ["thread", "process"])
+@pytest.mark.parametrize("background", some_of(["thread", "process"], 0))
 def test_whoever_writes(tmp_path: Path, background: str) -> None:
     run = Run(tmp_path, background=background)
     names = [run.save() for _ in range(3)]
@@ -166,7 +169,8 @@ def test_a_compacted_one_holds_it_whole(run: Run) -> None:
     run.saver.close()
 
 
-def test_retention_never_cuts(tmp_path: Path) -> None:
+def test_retention_never_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(going_on, "CompactionProcess", CompactedAtOnce)
     run = Run(tmp_path, retention=Retention(1), compact_after=3)
     for number in range(9):
         run.save()

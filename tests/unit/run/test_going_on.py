@@ -66,6 +66,14 @@ class InThisProcess:
         pass
 
 
+class CompactedAtOnce(InThisProcess):
+    """A compaction that has ended when it is begun."""
+
+    def __init__(self, root: Folder, original: Manifest) -> None:
+        super().__init__(root, original)
+        self.finish()
+
+
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> list[InThisProcess]:
     monkeypatch.setattr(going_on, "CompactionProcess", InThisProcess)

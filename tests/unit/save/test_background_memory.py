@@ -16,6 +16,7 @@ from tests.crash.save_sweep import SPEC, alone
 from tests.distributed import references
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
 from tests.distributed.states import gather, scramble
+from tests.examples import some_of
 from torchrec_checknrun import Checkpointer, Full, Quantization
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.save import save_memory
@@ -63,7 +64,7 @@ def check_restored(saver: Checkpointer, job: Job) -> None:
 # Growing
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", some_of(["thread", "process"], 0))
 def test_the_old_memory_is_gone_before_there_is_new(
     tmp_path: Path, job: Job, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +102,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", some_of(["thread", "process"], 0))
 def test_it_is_made_again_after_it_could_not_be_made(
     tmp_path: Path, job: Job, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import _thread
 import os
+import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.crash.hanging import HangingStore
-from tests.distributed.fork_server import REPOSITORY
+from tests.distributed.forked import Forked
 from tests.distributed.on_write import (
     Held,
     build,
@@ -310,44 +309,13 @@ def test_more_saves_than_generations(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert differences(tmp_path, wanted) == []
 
 
-SCRIPT = """
-import os, signal, sys, threading
-import torch.distributed as dist
-from tests.distributed.on_write import build, checkpointer, held_copiers, little_memory
-from torchrec_checknrun import OnSigterm
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-with little_memory(), held_copiers() as held:
-    job = build()
-    saver = checkpointer(sys.argv[1], job, triggers=[OnSigterm(20)], timeout_seconds=60)
-    job.train(2)
-    saver.step()
-    held.hold()
-    saver.save(wait=False)
-    held.wait()
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    threading.Timer(1.5, held.let_go).start()
-    for _ in range(200):
-        job.train()
-        print("trained", job.steps, flush=True)
-        saver.step()
-"""
-
-
 def test_sigterm_while_a_hook_waits(tmp_path: Path) -> None:
     """Save once the hook goes on, within the grace time."""
-    started = time.monotonic()
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ran.returncode == 128 + signal.SIGTERM, ran.stderr
-    assert time.monotonic() - started < 200
-    trained = int(ran.stdout.split()[-1])
-    assert len(list(tmp_path.glob("*/manifest.json"))) == 2
+    root, log = tmp_path / "root", tmp_path / "log"
+    run = Forked("tests.unit.save.terminated", str(root), log=log)
+    assert run.wait(200) == 128 + signal.SIGTERM, log.read_text()
+    *_, trained = re.findall(r"^trained (\d+)$", log.read_text(), re.MULTILINE)
+    assert len(list(root.glob("*/manifest.json"))) == 2
     job = build()
-    job.train(trained)
-    assert differences(tmp_path, gather(job)) == []
+    job.train(int(trained))
+    assert differences(root, gather(job)) == []

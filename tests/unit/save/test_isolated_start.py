@@ -14,6 +14,7 @@ import pytest
 
 import torchrec_checknrun
 from recipes.dlrm_criteo.job import is_alive
+from tests.examples import some_of
 from torchrec_checknrun.save.isolated_start import import_path
 
 PACKAGE = Path(torchrec_checknrun.__file__).parent
@@ -36,15 +37,7 @@ process.close()
 """
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "script",
-        pytest.param("module", marks=pytest.mark.slow),
-        pytest.param("command", marks=pytest.mark.slow),
-        "standard input",
-    ],
-)
+@pytest.mark.parametrize("how", some_of(["script", "module", "command", "standard input"], 0))
 def test_planted_modules_do_not_run(tmp_path: Path, how: str) -> None:
     source = SCRIPT.format(planted=PLANTED)
     (tmp_path / "train.py").write_text(source)

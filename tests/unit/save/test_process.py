@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from recipes.dlrm_criteo.job import is_alive
+from tests.examples import some_of
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import SaveFailed
@@ -209,7 +210,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", some_of([signal.SIGKILL, signal.SIGTERM], 0))
 def test_it_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -223,6 +224,7 @@ def test_it_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None
     assert not is_alive(child)
 
 
+@pytest.mark.slow  # cli/test_shell.py::test_looking_needs_no_torch imports it as well
 def test_it_needs_no_torchrec() -> None:
     source = (
         "import sys, torchrec_checknrun.save.process; "

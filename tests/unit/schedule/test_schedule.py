@@ -293,7 +293,7 @@ def test_an_appointment_ahead_of_a_restored_step_is_kept(stores: list[dist.Store
     assert follower.agreed(13, None) == "save"
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100, quick=12), deadline=None)
 @given(
     order=st.lists(st.integers(0, 5), max_size=60),
     ranks=st.integers(2, 3),

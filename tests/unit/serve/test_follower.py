@@ -6,12 +6,15 @@ import copy
 import gc
 import time
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.examples import some_of
+from tests.unit.run.test_going_on import CompactedAtOnce
 from tests.unit.serve.served import Job, Net, batch, differences, quantized, restored
 from torchrec_checknrun import (
     CompactAfter,
@@ -27,6 +30,7 @@ from torchrec_checknrun.format.entries import difference_of
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.format.reader import read_indexes
 from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.run import going_on
 from torchrec_checknrun.store.folder import Folder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -43,8 +47,10 @@ def followers(root: Path) -> dict[tuple[int | None, int], Follower]:
     }
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4, 3, 2])
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
+@pytest.mark.parametrize(
+    ("sharding", "bits"),
+    some_of(product(["row_wise", "column_wise"], [None, 8, 4, 3, 2]), 0, 2, 8),
+)
 def test_every_checkpoint_as_if_built_from_it(
     tmp_path: Path, bits: int | None, sharding: str
 ) -> None:
@@ -172,7 +178,10 @@ def test_a_prediction_stays_on_the_version_that_it_began_with(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["exact", "delta"])
-def test_a_run_that_goes_on_from_compacted_copies(tmp_path: Path, method: str) -> None:
+def test_a_run_that_goes_on_from_compacted_copies(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(going_on, "CompactionProcess", CompactedAtOnce)
     quantization = None
     if method == "delta":
         quantization = Quantization(method="delta", mean_bits=3, exact_below_rows=0)

@@ -140,7 +140,7 @@ class History:
 
 
 @settings(
-    max_examples=examples(200, quick=6), deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(200, quick=4), deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(
     actions=st.lists(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torchrec.quant.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.examples import some_of
 from tests.unit.serve.served import (
     CPU,
     ROWS,
@@ -76,17 +78,19 @@ def reloaded(model: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     return torch.jit.load(file)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("make", [scripted, loaded])
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(
+    ("copies", "make", "bits"), some_of(product([1, 2], [scripted, loaded], [8, 4, 2]), 1, 3, 9)
+)
 def test_scripted(tmp_path: Path, job: Job, make: object, bits: int, copies: int) -> None:
     assert callable(make)
     follower = Follower(tmp_path, make(bits), copies=copies)
     follows(job, tmp_path, follower, bits)
 
 
-@pytest.mark.parametrize("freeze", [torch.jit.freeze, torch.jit.optimize_for_inference])
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(
+    ("freeze", "copies"),
+    some_of(product([torch.jit.freeze, torch.jit.optimize_for_inference], [1, 2]), 1, 2),
+)
 def test_frozen_is_refused(tmp_path: Path, freeze: Any, copies: int) -> None:
     frozen = freeze(scripted(8).eval())
     for model in (frozen, reloaded(frozen)):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.crash.save_sweep import alone
 from tests.unit.chains import one_thread
 from tests.unit.serve.served import Job, Net, batch, quantized, restored
 from torchrec_checknrun import Follower, Quantization
@@ -21,14 +22,21 @@ from torchrec_checknrun.serve.load import Load
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROWS = 2000
-VERSIONS = 5
+VERSIONS = 3
 _QUESTIONS = [batch(seed, 20, ROWS) for seed in range(4)]
 
 
-@pytest.fixture
-def published(tmp_path: Path) -> tuple[Path, dict[str, list[torch.Tensor]]]:
+@pytest.fixture(scope="module")
+def published(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, list[torch.Tensor]]]:
     """Save versions that differ in 26 % of the rows, and find out what each answers."""
-    root = tmp_path / "all"
+    root = tmp_path_factory.mktemp("published") / "all"
+    with alone():
+        return root, _answers(root)
+
+
+def _answers(root: Path) -> dict[str, list[torch.Tensor]]:
     job = Job(
         root, rows=ROWS, quantization=Quantization(bits=4, exact_below_rows=0), chunk_bytes=20_000
     )
@@ -42,7 +50,7 @@ def published(tmp_path: Path) -> tuple[Path, dict[str, list[torch.Tensor]]]:
         with torch.no_grad():
             answers[newest] = [wanted(question) for question in _QUESTIONS]
     job.saver.close()
-    return root, answers
+    return answers
 
 
 @pytest.fixture

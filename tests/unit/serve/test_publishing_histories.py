@@ -26,7 +26,7 @@ def fail(*arguments: Any) -> None:
 
 
 @settings(
-    max_examples=examples(200, quick=10), deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(200, quick=5), deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(
     events=st.lists(st.sampled_from(EVENTS), min_size=4, max_size=20),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import some_of
 from tests.unit.serve import test_publishing
 from tests.unit.serve.served import Net, differences, quantized
 from tests.unit.serve.test_publishing import Roots, manifests, plain, publisher, publishing
@@ -119,7 +120,7 @@ def test_a_due_publication_waits_while_a_checkpoint_is_on_its_way(
 WAYS = [("thread", "copy_on_write"), ("thread", "encode"), ("process", "copy_on_write")]
 
 
-@pytest.mark.parametrize(("kind", "staging"), WAYS)
+@pytest.mark.parametrize(("kind", "staging"), some_of(WAYS, 0, 1))
 def test_publications_by_the_clock(
     roots: Roots, caplog: pytest.LogCaptureFixture, kind: str, staging: str
 ) -> None:

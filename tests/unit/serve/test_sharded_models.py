@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torchrec.quant.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.examples import some_of
 from tests.unit.serve.served import (
     CPU,
     TYPES,
@@ -55,7 +57,7 @@ def job(tmp_path: Path) -> Job:
     return job
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", some_of([8, 4, 2], 1))
 def test_sharded(tmp_path: Path, job: Job, bits: int) -> None:
     set_propogate_device(True)
     plain = quantized(Net(sequence=False), bits)
@@ -103,8 +105,7 @@ def in_columns(net: Net, bits: int) -> Any:
     return model
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(("bits", "copies"), some_of(product([8, 4, 2], [1, 2]), 0, 3))
 def test_sharded_by_columns(tmp_path: Path, job: Job, bits: int, copies: int) -> None:
     """Each shard has its columns' codes, with scale and bias of the whole row."""
     follower = Follower(tmp_path, in_columns(Net(), bits), copies=copies)
