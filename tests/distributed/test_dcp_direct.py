@@ -110,7 +110,7 @@ def load_all(
 
 @pytest.mark.parametrize(
     ("sharding", "bits"),
-    some_of(itertools.product(["row_wise", "table_wise"], [None, 8]), 1, 2),
+    some_of(itertools.product(["row_wise", "table_wise"], [None, 8]), 1),
 )
 def test_with_a_tracker_the_second_save_is_differential(
     workers: Workers, tmp_path: Path, sharding: str, bits: int | None
