@@ -267,6 +267,7 @@ def live(
             SABOTAGE[sabotage](patch)
         living = Living(where, Life(**life), ids, patch)
         for name, arguments in script:
+            dist.barrier()  # else what one rank lets go another one may hear of too early
             if name == "kill":
                 leave(where, done)
             done.append(getattr(living, name)(**arguments))
