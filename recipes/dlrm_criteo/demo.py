@@ -25,6 +25,7 @@ from tqdm import tqdm
 from recipes.dlrm_criteo.final_state import compare
 from recipes.dlrm_criteo.job import Event, Job, JobFailed, is_alive
 from recipes.dlrm_criteo.killed_in_backward import KILLED_RANK, REQUEST
+from torchrec_checknrun.format.names import sequence_of
 
 TRAINER = "recipes.dlrm_criteo.train"
 KILLED_IN_BACKWARD = "recipes.dlrm_criteo.killed_in_backward"
@@ -212,7 +213,6 @@ def table(run: Run) -> Table:
         result.add_column(name, justify="left" if name in ("kind", "parent") else "right")
     for name in ("total bytes", "of full fp32", "stall ms"):
         result.add_column(name, justify="right")
-    sequences = {event["id"]: event["sequence"] for event in run.checkpoints}
     for event in run.checkpoints:
         stored = event["bytes"]
         tables = stored["weights"] + stored["ids"] + stored["optimizer"]
@@ -220,7 +220,8 @@ def table(run: Run) -> Table:
             str(event["step"]),
             str(event["sequence"]),
             event["kind"],
-            f"seq {sequences[event['parent']]}" if event["parent"] else "-",
+            # By its name: the report of a checkpoint that was committed just before a kill is lost.
+            f"seq {sequence_of(event['parent'])}" if event["parent"] else "-",
             f"{event['modified_fraction']:.1%}",
             f"{tables:,}",
             f"{stored['dense']:,}",

@@ -8,13 +8,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from recipes.dlrm_criteo import demo
 from tests.crash.conftest import REPOSITORY
-from tests.crash.test_sabotage import PLAN as SHORT
 
 IMAGES = r"DEMO OK: with images: killed in step \d+, 0 steps lost; without images: killed in step "
 IMAGES_FIT = shutil.disk_usage(demo.SHARED_MEMORY).free >= demo.LEAST_SHARED_MEMORY
+SHORT = demo.Plan(
+    steps=44,
+    interval=10,
+    kill_at=36,
+    overrides=(*demo.SYNTHETIC.overrides, "trainer.eval_samples=256"),
+)
 ROWS = Path(os.environ.get("CRITEO_TSV") or REPOSITORY / "../shared/data/criteo_kaggle_head.tsv")
 
 
@@ -53,3 +59,17 @@ def test_on_synthetic_rows(
     last = printed.splitlines()[-1]
     assert re.match(IMAGES if IMAGES_FIT else "DEMO OK: killed in step ", last)
     assert ("(lossy)" if "--bits" in arguments else "equal bit for bit") in last
+
+
+def test_a_parent_whose_report_was_lost_is_shown(tmp_path: Path) -> None:
+    """A kill may come between a checkpoint's commit and its report."""
+    stored = dict.fromkeys(("weights", "ids", "optimizer", "dense", "manifest", "other"), 1)
+    event = {
+        **{"step": 30, "sequence": 4, "kind": "differential", "bytes": stored},
+        **{"parent": "seq-000003_step-00000020_0badcafe", "modified_fraction": 0.1},
+        **{"total_bytes": 6, "full_fp32_bytes": 60, "stall_seconds": 0.001},
+    }
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(demo.table(demo.Run(tmp_path, checkpoints=[event])))
+    assert "seq 3" in shown.get()

@@ -63,6 +63,7 @@ def test_following_is_measured(tmp_path: Path) -> None:
     assert "| follower, until visible |" in printed
 
 
+@pytest.mark.slow  # four models of 26 tables
 @pytest.mark.skipif(not has_extension(), reason="the extension was not built")
 def test_images_are_measured(tmp_path: Path) -> None:
     options = ["--rows-cap", "200", "--rounds", "2", "--dims", "8"]
