@@ -65,7 +65,7 @@ OTHER_WRAPPERS = [
     ("dense", "wrapper"),
     some_of(
         [*((dense, "combined") for dense in sorted(OPTIMIZERS)), *OTHER_WRAPPERS],
-        *(0, 4, 6),  # adagrad, asgd, momentum
+        *(0, 4),  # adagrad, asgd
         *(10, 11),  # Adam's other wrappers
     ),
 )

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.fork_server import REPOSITORY
+from tests.distributed.forked import Forked
 from torchrec_checknrun.elastic import attempt_store, init_process_group
 
 SCRIPT = """
@@ -58,8 +59,7 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(*options: str, script: Path, folder: Path, arguments: tuple[int, int]) -> list[str]:
-    words = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(folder)]
-    return [*words, *map(str, arguments)]
+    return ["torch.distributed.run", *options, str(script), str(folder), *map(str, arguments)]
 
 
 @pytest.fixture
@@ -72,19 +72,24 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "kills", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-def test_every_restart_joins(script: Path, tmp_path: Path, kills: int) -> None:
+def test_every_restart_joins(
+    script: Path, tmp_path: Path, kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
     command = torchrun(
         *("--standalone", "--nproc-per-node=2", f"--max-restarts={kills}"),
         script=script,
         folder=tmp_path,
         arguments=(kills, -1),
     )
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr[-6000:]
+    log = tmp_path / "log"
+    status = Forked(*command, log=log).wait(800)
+    assert status == 0, log.read_text()[-6000:]
     # As many restarts as kills: no attempt failed in any other way.
     ends = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert ends == [[kills, kills]] * 2
-    assert not re.search("connectFullMesh|refused", done.stderr)
+    assert not re.search("connectFullMesh|refused", log.read_text())
 
 
 @pytest.mark.slow
@@ -95,14 +100,17 @@ def test_nodes_that_count_restarts_differently(script: Path, tmp_path: Path) -> 
         port = found.getsockname()[1]
     agents = [
         subprocess.Popen(
-            torchrun(
-                *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"),
-                *("--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{port}"),
-                *(f"--rdzv-conf=is_host={1 - node}", "--local-addr=127.0.0.1"),
-                script=script,
-                folder=tmp_path,
-                arguments=(1, 1),
-            ),
+            [
+                *(sys.executable, "-m"),
+                *torchrun(
+                    *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"),
+                    *("--rdzv-backend=c10d", "--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{port}"),
+                    *(f"--rdzv-conf=is_host={1 - node}", "--local-addr=127.0.0.1"),
+                    script=script,
+                    folder=tmp_path,
+                    arguments=(1, 1),
+                ),
+            ],
             env=environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

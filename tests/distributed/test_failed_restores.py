@@ -139,7 +139,7 @@ def falls_back(
     some_of(
         [(2, how) for how in (*FOUND_BEFORE, *FOUND_WHEN_READ)]
         + [(1, how) for how in FOUND_WHEN_READ],
-        *(0, 4, 5, 9, 10, 11),
+        *(0, 4, 9, 11),
     ),
 )
 def test_falls_back_to_the_newest_whole_chain(

@@ -203,11 +203,11 @@ def sequence(root: str, plan: dict[str, str], seed: int) -> None:
 @pytest.mark.parametrize(
     ("plan", "seed"),
     [
-        *(("mixed", 0), ("columns", 1)),
+        ("mixed", 0),
         *(
             pytest.param(plan, seed, marks=pytest.mark.slow)
             for plan in sorted(PLANS)
-            for seed in range(2, 10)
+            for seed in range(1, 10)
         ),
     ],
 )

@@ -18,11 +18,11 @@ from tests.distributed.slowed import Instants, slowed
 from tests.distributed.test_tracking_zoo import NODES, PLANS
 from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import Zoo, build_zoo
-from tests.examples import some_of
+from tests.examples import ALL, some_of
 
 Workers = Callable[[int], WorkerPool]
 
-SAVES = 3
+SAVES = 3 if ALL else 2
 
 
 def train_and_save(instants: Instants, train: Callable[[], object]) -> list[int]:
