@@ -103,10 +103,10 @@ def timed(owner: type, name: str, spent: dict[str, float], key: str) -> Iterator
     """Add up the processor time that the calling thread spends in a method."""
     own: Callable[..., Any] = getattr(owner, name)
 
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         started = time.thread_time()
         try:
-            return own(*arguments, **options)
+            return own(*arguments)
         finally:
             spent[key] += time.thread_time() - started
 

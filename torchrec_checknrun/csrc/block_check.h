@@ -41,7 +41,7 @@ class BlockCheck {
   }
 
   int64_t sum() const {
-    uint64_t sum = size_ ^ kMix ^ key_[0];  // zeros are not their own check, nothing has one per seed
+    uint64_t sum = size_ ^ kMix;  // so that zeros alone are not their own check
     for (const uint64_t lane : lane_) {
       sum = (sum ^ lane) * kMix;
       sum ^= sum >> 32;

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "checked_copy.h"
+#include "block_check.h"
 
 namespace checknrun {
 
@@ -135,11 +135,12 @@ class UndoJournal {
       const std::vector<int64_t>& rows = wanted_[s];
       if (rows.empty()) continue;
       const int64_t shard = int64_t(s), count = int64_t(rows.size());
-      CheckedCopy copy(at + kHeader, segment_check(shard, count));
-      write_rows(shards_[s], rows, copy);
-      const int64_t header[3] = {shard, count, copy.sum()};
+      uint8_t* const ids = at + kHeader;
+      BlockCheck check = segment_check(shard, count);
+      uint8_t* const end = write_rows(shards_[s], rows, ids, check);
+      const int64_t header[3] = {shard, count, check.sum()};
       std::memcpy(at, header, sizeof header);
-      at = copy.next();
+      at = end;
       wanted_[s].clear();
     }
     wanted_bytes_ = 0;
@@ -176,7 +177,7 @@ class UndoJournal {
 
  private:
   static constexpr int64_t kHeader = 3 * int64_t(sizeof(int64_t));
-  static constexpr int64_t kAhead = 32, kLine = 64, kMostAhead = 1024;
+  static constexpr int64_t kAhead = 32, kLine = 64, kMostAhead = 1024, kChecked = 4096;
 
   static int64_t padding_of(int64_t size) { return -size & 7; }
 
@@ -185,10 +186,12 @@ class UndoJournal {
     return id == -1 ? -1 : 0;
   }
 
-  // Writes ids, rows and padding.
-  static void write_rows(const JournaledShard& shard, const std::vector<int64_t>& rows,
-                         CheckedCopy& into) {
-    into.add(reinterpret_cast<const uint8_t*>(rows.data()), int64_t(rows.size() * sizeof(int64_t)));
+  // Writes ids, rows and padding, and adds them to the check while they are in the cache; returns their end.
+  static uint8_t* write_rows(const JournaledShard& shard, const std::vector<int64_t>& rows,
+                             uint8_t* into, BlockCheck& check) {
+    const uint8_t* checked = into;
+    std::memcpy(into, rows.data(), rows.size() * sizeof(int64_t));
+    into += rows.size() * sizeof(int64_t);
     for (size_t i = 0; i < rows.size(); ++i) {
       if (i + kAhead < rows.size()) {
         for (const JournaledPart& part : shard.parts) {
@@ -199,12 +202,21 @@ class UndoJournal {
         }
       }
       for (const JournaledPart& part : shard.parts) {
-        into.add_row(part.live + rows[i] * part.row_bytes, part.row_bytes);
+        const uint8_t* from = part.live + rows[i] * part.row_bytes;
+        if (part.row_bytes == 4) {  // row-wise state: not worth a call
+          std::memcpy(into, from, 4);
+        } else {
+          std::memcpy(into, from, size_t(part.row_bytes));
+        }
+        into += part.row_bytes;
       }
-      into.check_some();
+      if (into - checked >= kChecked) checked += check.add_whole(checked, into - checked);
     }
-    constexpr uint8_t zeros[8] = {};
-    into.add(zeros, padding_of(int64_t(rows.size()) * shard.row_bytes()));
+    const int64_t padding = padding_of(int64_t(rows.size()) * shard.row_bytes());
+    std::memset(into, 0, size_t(padding));
+    into += padding;
+    check.add(checked, into - checked);
+    return into;
   }
 
   template <typename Act>

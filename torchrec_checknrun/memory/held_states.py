@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.errors import CorruptCheckpoint, ImagesRefused
 from torchrec_checknrun.format.entries import Facts
-from torchrec_checknrun.memory.generators import Generators
+from torchrec_checknrun.memory.generators import generators_state
 from torchrec_checknrun.memory.model_content import (
     PARTS,
     STATES,
@@ -80,7 +80,6 @@ class Taker:
             name: OptimizerContent(name, states[name], partial(self._optimizer, name))
             for name in self._optimizers
         }
-        self._generators = Generators(lambda state: section({_GENERATORS: state}))
 
     def take(self) -> list[Piece]:
         """Return the state as pieces to be written, which share live memory where possible.
@@ -102,9 +101,10 @@ class Taker:
                 for table in replicas(self._tracked)
             },
             _PROGRESS: msgspec.msgpack.encode(_packed(self._tracked.progress())),
+            _GENERATORS: generators_state(),
             **_of_collisions(self._tracked.collisions.state()),
         }
-        return [*pieces, *section(of_run), *self._generators.now()]
+        return [*pieces, *section(of_run)]
 
     def _asked(self, names: Collection[str]) -> dict[str, Any]:
         """Return the state objects' content: of optimizers those with these names."""
@@ -125,8 +125,8 @@ class Taker:
         """Tell whether what ``take`` has returned begins with the model as it is now."""
         at = 0
         for piece in self._content.pieces():
-            held = np.frombuffer(content[at : at + len(piece)], np.uint8)
-            if not np.array_equal(held, piece.numpy()):
+            held, now = (np.frombuffer(b, np.uint8) for b in (content[at : at + len(piece)], piece))
+            if not np.array_equal(held, now):
                 return False
             at += len(piece)
         return True
@@ -134,7 +134,7 @@ class Taker:
 
 def size_of(pieces: Sequence[Piece]) -> int:
     """Return the bytes of pieces."""
-    return sum(piece.nbytes for piece in pieces)
+    return sum(map(len, pieces))
 
 
 def require_few(pieces: Sequence[Piece], most: int, seconds: float) -> None:
@@ -186,7 +186,7 @@ class HeldStates:
         tables: data-parallel tables' weight and optimizer rows, by table.
         parts: local parts of sharded tensors, by name.
         progress: the optimizers' clocks, by table.
-        generators: see ``generators.generators_state``.
+        generators: see ``generators_state``.
         collisions: of managed-collision modules, beside their parts.
     """
 

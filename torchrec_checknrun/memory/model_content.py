@@ -14,7 +14,7 @@ import torch
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.dense_model import DenseModel, DensePart
 from torchrec_checknrun.model.state_dict import MODEL
-from torchrec_checknrun.shared_memory.header import Piece, as_piece
+from torchrec_checknrun.shared_memory.header import Piece
 from torchrec_checknrun.values.state import Tree, encode_state
 
 STATES, PARTS = "states", "parts"
@@ -31,12 +31,11 @@ def sealed(tree: Tree, pieces: Sequence[bytes | memoryview]) -> list[Piece]:
     """Make a section of what ``encode_state`` returns."""
     data = msgspec.json.encode(tree)
     data += bytes(-len(data) % _ALIGN)
-    flat = [p if isinstance(p, bytes) else p.cast("B") for p in pieces]
+    flat: list[Piece] = [p if isinstance(p, bytes) else p.cast("B") for p in pieces]
     payload = sum(map(len, flat))
     padding = -payload % _ALIGN
     head = len(data).to_bytes(8, "little") + (payload + padding).to_bytes(8, "little")
-    head += bytes(_ALIGN - len(head))
-    return [as_piece(p) for p in (head + data, *flat, bytes(padding)) if p]
+    return [head + bytes(_ALIGN - len(head)), data, *flat, bytes(padding)]
 
 
 def read_section(content: memoryview) -> tuple[Any, memoryview, memoryview]:

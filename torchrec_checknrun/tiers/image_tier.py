@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 
 from torchrec_checknrun.memory.step_states import StepStates
 from torchrec_checknrun.shared_memory.file import NoImage
-from torchrec_checknrun.shared_memory.header import as_piece
 from torchrec_checknrun.tiers.tier import NotHeld, Piece, Version
 
 
@@ -25,7 +24,7 @@ class ImageTier:
 
     def put(self, version: Version, pieces: Iterable[Piece]) -> None:
         """Keep a step's state in place of the older of two; see ``Tier``."""
-        content = [as_piece(bytes(piece)) for piece in pieces]
+        content = list(pieces)
         newest = self.newest()
         if newest is None:
             self._states.clear(content)

@@ -12,7 +12,6 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from tests.unit.memory.pieces import joined
 from torchrec_checknrun.memory.held_states import HeldStates, Taker
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.values.state import decode_state
@@ -150,7 +149,7 @@ def model() -> Iterator[tuple[Model, TrackedModel]]:
 
 def taken(taker: Taker) -> tuple[object, bytes]:
     """Return the optimizer's tree and payload, as an image would hold them."""
-    content = memoryview(joined(taker.take()))
+    content = memoryview(b"".join(map(bytes, taker.take())))
     tree, payload = HeldStates.read(content).trees[NAME]
     return tree, bytes(payload)
 
