@@ -21,7 +21,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 # Of tests, which wait for other processes most of the time: groups run beside each other.
-GROUPS := tests/crash tests/distributed tests/unit other-tests
+GROUPS := tests/crash tests/distributed tests/unit tests/unit/recipes other-tests
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # The site, in build/site: any warning fails. The variable silences an advertisement.
@@ -93,7 +93,7 @@ docs: $(STAMP)
 
 test: $(STAMP)
 ifeq ($(ARGS),)
-	@echo 'ruff and mypy, and tests in four groups: all at once, each is shown when it is done'
+	@echo 'ruff and mypy, and tests in five groups: all at once, each is shown when it is done'
 	@# Without the site: tests/docs builds it, as strictly.
 	@$(MAKE) --no-print-directory --keep-going --jobs $(SYNC) lint $(GROUPS) || \
 		{ echo 'make test: FAILED: each line above that begins with "make[1]: ***" names a group'; exit 1; }
@@ -104,7 +104,7 @@ else
 endif
 
 $(filter tests/%,$(GROUPS)):
-	$(PY) -m pytest -m 'not slow' --durations=20 $@
+	$(PY) -m pytest -m 'not slow' --durations=20 $@ $(addprefix --ignore=,$(filter $@/%,$(GROUPS)))
 
 other-tests:
 	$(PY) -m pytest -m 'not slow' --durations=20 $(addprefix --ignore=,$(filter tests/%,$(GROUPS)))
