@@ -63,8 +63,8 @@ def test_nothing_is_lost(workers: Workers) -> None:
     assert seen["differential"] > 40 * share
     assert seen["full"] > 10 * share
     assert seen["link"] > 10 * share
-    # Rows are copied on write in a good share of saves, and training overwrites some meanwhile: how
-    # often, depends on the machine, and so few sequences may be without.
+    # Rows are copied on write in a good share of saves. How often training overwrites some of them
+    # meanwhile depends on the machine: few sequences may lack it, which the overwriting one has.
     assert seen["copied on write"] > 15 * share
     assert seen["protected"] > 3 or not ALL
 
