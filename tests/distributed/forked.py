@@ -19,7 +19,7 @@ class Forked:
     """A script's process, with what tests and recipes need of ``subprocess.Popen``.
 
     Args:
-        words: the module's name, and its arguments.
+        words: the name of a module or a file, and its arguments.
         log: file that what it prints is added to.
         of: the server that forks it.
         environment: its variables, in place of this process's.
@@ -77,4 +77,7 @@ def main(argument: str) -> None:
     """Become the script; called in the fork."""
     module, *words = json.loads(argument)
     sys.argv = [module, *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -39,8 +39,8 @@ def main() -> None:
     server = ForkServer(here=True)
 
     def start(_: SubprocessHandler, words: Sequence[str], environment: dict[str, str]) -> Forked:
-        python, unbuffered, option, *script = words
-        assert (python, unbuffered, option) == (sys.executable, "-u", "-m"), words
+        assert list(words[:2]) == [sys.executable, "-u"], words
+        script = words[3:] if words[2] == "-m" else words[2:]
         return Forked(*script, log=Path("/dev/stdout"), of=server, environment=environment)
 
     with closing(server), pytest.MonkeyPatch.context() as patch:
