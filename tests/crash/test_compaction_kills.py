@@ -46,7 +46,7 @@ def kill_while_compacting(root: Path, delay: float) -> tuple[int, set[str]]:
     before = copies(root, committed=False)
     with tempfile.TemporaryDirectory(prefix="compacting-") as folder:
         log = Path(folder) / "log"
-        run = server().fork("tests.crash.compacting", str(root), log, dict(os.environ))
+        run = server(0).fork("tests.crash.compacting", str(root), log, dict(os.environ))
         _wait(log, lambda: bool(copies(root, committed=False) - before))
         time.sleep(delay)
         os.kill(run, signal.SIGKILL)

@@ -17,6 +17,7 @@ from recipes.dlrm_criteo.online_demo.outcome import FIRST, FOLLOWED, RELOADED, T
 from tests.crash.conftest import REPOSITORY
 from tests.distributed.forked import Forked
 from tests.distributed.forked_torchrun import fork_scripts
+from tests.examples import ALL
 
 ROWS = Path(os.environ.get("CRITEO_TSV") or REPOSITORY / "../shared/data/criteo_kaggle_head.tsv")
 TINY = replace(
@@ -28,7 +29,8 @@ TINY = replace(
 def test_following_helps_where_the_truth_drifts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fork_scripts(monkeypatch)
+    if not ALL:
+        fork_scripts(monkeypatch)
     monkeypatch.setattr(online_demo, "SYNTHETIC", TINY)
     figures = tmp_path / "online.json"
     arguments = ["--drift", "2", "--runs", str(tmp_path / "runs"), "--json", str(figures)]

@@ -119,7 +119,7 @@ class ForkServer:
 
 
 @cache
-def server(number: int = 0) -> ForkServer:
+def server(number: int) -> ForkServer:
     """Start one of this process's servers, unless it runs; return it."""
     assert number < SERVERS
     return ForkServer()

@@ -33,7 +33,7 @@ class Forked:
         environment: dict[str, str] | None = None,
     ) -> None:
         log.touch()
-        self._server = of or server()
+        self._server = of or server(0)
         variables = dict(os.environ) if environment is None else environment
         self.pid = self._server.fork(__name__, json.dumps(words), log, variables)
         self.returncode: int | None = None

@@ -52,7 +52,7 @@ def test_a_fork_server_that_dies_is_replaced() -> None:
     server.cache_clear()  # other pools keep theirs
     pool = WorkerPool(2)
     try:
-        os.kill(server().pid, signal.SIGKILL)
+        os.kill(server(0).pid, signal.SIGKILL)
         with pytest.raises(CaseFailed, match="the fork server doesn't answer"):
             pool.run(add, number=3)
         assert pool.run(add, number=5) == [5, 6]
