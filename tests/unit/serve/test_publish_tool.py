@@ -85,7 +85,7 @@ def test_again_adds_what_is_new(roots: tuple[Path, Path], choice: dict[str, Any]
 
 @pytest.mark.parametrize("bits", some_of([8, 4, 2], 1))
 def test_widths(roots: tuple[Path, Path], bits: int) -> None:
-    job = trained(roots[0], rows=1100)
+    job = trained(roots[0], rows=1100, chunk_bytes=20_000)
     publish(roots[0], roots[1], bits=bits)
     wanted = quantized(restored(roots[0], rows=1100), bits)
     follower = Follower(roots[1], quantized(Net(rows=1100), bits))
