@@ -34,7 +34,7 @@ def sweep_kills(directory: Path) -> list[str]:
     restored = directory / "restored"
     settings = [*OVERRIDES, *LINKS, "checkpoint.keep=2", f"trainer.final_state={restored}"]
     with Job(directory, settings) as job:
-        (start,) = (event for event in job.events() if event["event"] == "start")
+        *_, start = (event for event in job.events() if event["event"] == "start")
     if start["restored"]["id"] != run.checkpoints[-1]["id"]:
         lost.append(f"{run.checkpoints[-1]['id']} was the newest, {start['restored']} was restored")
     if len(start["restored"]["chain"]) < 2:
