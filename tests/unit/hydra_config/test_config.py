@@ -370,15 +370,7 @@ OPTIONS = ["check_n_run", "dcp", "dcp_async", "off"]
             ("checkpoint=dcp checkpoint.asynchronous=perhaps", "perhaps"),
             ("checkpoint=off checkpoint.policy=full", "policy"),
         ],
-        0,
-        2,
-        7,
-        10,
-        12,
-        15,
-        18,
-        20,
-        22,
+        *(0, 2, 7, 10, 12, 15, 18, 20, 22),
     ),
 )
 def test_what_is_misspelt_fails_at_compose(override: str, named: str) -> None:
