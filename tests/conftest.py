@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +14,13 @@ from tests.distributed.worker_pool import WorkerPool
 # No test is about the time that an example takes, least of all beside others on a busy machine.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported from garbage collections, each of which would take a second."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # nanobind would tell of leaks
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@ from . import errors as errors
 from .codecs.quantization import Quantization as Quantization
 from .compaction.compact import compact as compact
 from .integrations.rng import RngState as RngState
+from .memory.images import HostCopies as HostCopies
 from .memory.images import Images as Images
 from .memory.partial import PartialRecovery as PartialRecovery
 from .memory.partial import PeerCopies as PeerCopies

@@ -21,6 +21,24 @@ class JobFailed(RuntimeError):
     """The job ended with an error or broke an expectation."""
 
 
+def start_script(*words: str, log: Path) -> subprocess.Popen[bytes]:
+    """Start a module as a script, in a session of its own: Ctrl-C goes to whoever watches it.
+
+    Args:
+        words: the module's name, and its arguments.
+        log: file that what it prints is added to.
+    """
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,
+        )
+
+
 class Job:
     """One `torchrun` of the trainer; as a context manager it leaves no process behind.
 
@@ -43,16 +61,10 @@ class Job:
     ) -> None:
         self.run_dir = run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        torchrun += [f"--nproc_per_node={ranks}", f"--max-restarts={max_restarts}", "-m", module]
-        self._output = (run_dir / "output.log").open("ab")
-        self._process = subprocess.Popen(
-            [*torchrun, f"run_dir={run_dir}", *overrides],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            start_new_session=True,
+        options = ["--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={max_restarts}"]
+        self._process = start_script(
+            *("torch.distributed.run", *options, "-m", module, f"run_dir={run_dir}", *overrides),
+            log=run_dir / "output.log",
         )
         self._pids: list[int] = []
 
@@ -76,7 +88,6 @@ class Job:
         for pid in self._pids:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        self._output.close()
 
     def events(self) -> Iterator[Event]:
         """Yield the lines of `train.jsonl` as they appear, until the job has succeeded.

@@ -100,6 +100,14 @@ class SmallJob:
         return torch.cat(logits), torch.cat(labels)
 
     @torch.no_grad()
+    def loss(self) -> float:
+        """Return the loss that is trained, of the held-out samples."""
+        self.model.eval()
+        found = [float(output.loss) for output in outputs(self._pipeline, iter(self.held_out))]
+        self.model.train()
+        return sum(found) / len(found)
+
+    @torch.no_grad()
     def disturb(self, level: float, generator: torch.Generator) -> None:
         """Change every table value by a random part of about ``level``."""
         for shard in self.shards:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.campaign.results import problems
+from tests.distributed.forked import Forked
 
-REPOSITORY = Path(__file__).parents[2]
 LEAST = {
     "kills-thread": 5,
     "kills-delta": 2,
@@ -29,10 +26,10 @@ LEAST = {
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run the slice in a process of its own: a process that forks must have no threads."""
-    file = tmp_path_factory.mktemp("campaign") / "campaign.json"
-    command = [sys.executable, "-m", "tests.campaign", "--slice", "--json", str(file)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=560)
-    assert file.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    folder = tmp_path_factory.mktemp("campaign")
+    file, log = folder / "campaign.json", folder / "log"
+    Forked("tests.campaign", "--slice", "--json", str(file), log=log).wait(560)
+    assert file.exists(), log.read_text()[-6000:]
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 

@@ -1,11 +1,13 @@
 """Run one rank of a job that gets SIGTERM: trains, or is stuck in C++, and reports its end.
 
-Started by forkserver (``train`` and the like), or by torchrun as a program.
+Started by ``Forked`` with a function's name, its rank and its other arguments in JSON, or by
+torchrun with a folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -115,7 +117,7 @@ def fail(rank: int, world_size: int, port: int, folder: str) -> None:
         job.store.wait(["never"], TIMEOUT)
 
 
-def main(folder: str) -> None:
+def die(folder: str) -> None:
     """Kill rank 1 from within once all are stuck, under torchrun."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = Rank(rank, world_size, int(os.environ["MASTER_PORT"]), folder)
@@ -127,5 +129,13 @@ def main(folder: str) -> None:
         job.store.wait(["never"], TIMEOUT)
 
 
+def main(name: str, rank: str, arguments: str) -> None:
+    run = {each.__name__: each for each in (train, go_on, stuck, lose_the_store, fail)}[name]
+    run(int(rank), **json.loads(arguments))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if len(sys.argv) == 2:
+        die(sys.argv[1])
+    else:
+        main(*sys.argv[1:])

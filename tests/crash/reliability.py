@@ -106,6 +106,19 @@ def killed(folder: Path) -> Row:
     }
 
 
+def killed_links(folder: Path) -> Row:
+    """The same where rows are stored as differences to the last checkpoint"""
+    from tests.crash.test_kills_of_links import sweep_kills
+
+    planned = kills.sweep()
+    return {
+        "tried": sum(len(kill.victims) for kill in planned),
+        "unit": "kills",
+        "lost": sweep_kills(folder),
+        "restarts": len(planned),
+    }
+
+
 def soak(results: Path) -> Row:
     """Save a thousand checkpoints with retention and random faults (`make soak`)."""
     result = json.loads((results / "soak.json").read_text())
@@ -135,6 +148,7 @@ ROWS: dict[str, Callable[[Path], Row]] = {
     "phases": phases,
     "corruptions": corruptions,
     "kills": killed,
+    "kills-links": killed_links,
 }
 OTHERS: dict[str, tuple[str, Callable[[Path], Row]]] = {
     "soak": ("soak.json", soak),

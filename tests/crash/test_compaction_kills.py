@@ -15,7 +15,7 @@ import pytest
 from tests.crash.compacting import checkpointer, make_job
 from tests.crash.save_sweep import alone
 from tests.distributed import references
-from tests.distributed.fork_server import servers
+from tests.distributed.fork_server import server
 from tests.distributed.states import gather
 from tests.examples import examples
 from torchrec_checknrun import verify
@@ -46,7 +46,7 @@ def kill_while_compacting(root: Path, delay: float) -> tuple[int, set[str]]:
     before = copies(root, committed=False)
     with tempfile.TemporaryDirectory(prefix="compacting-") as folder:
         log = Path(folder) / "log"
-        run = servers()[0].fork("tests.crash.compacting", str(root), log, dict(os.environ))
+        run = server(0).fork("tests.crash.compacting", str(root), log, dict(os.environ))
         _wait(log, lambda: bool(copies(root, committed=False) - before))
         time.sleep(delay)
         os.kill(run, signal.SIGKILL)

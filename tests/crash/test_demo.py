@@ -12,6 +12,8 @@ from rich.console import Console
 
 from recipes.dlrm_criteo import demo
 from tests.crash.conftest import REPOSITORY
+from tests.distributed.forked_torchrun import fork_scripts
+from tests.examples import ALL
 
 IMAGES = r"DEMO OK: with images: killed in step \d+, 0 steps lost; without images: killed in step "
 IMAGES_FIT = shutil.disk_usage(demo.SHARED_MEMORY).free >= demo.LEAST_SHARED_MEMORY
@@ -22,6 +24,12 @@ SHORT = demo.Plan(
     overrides=(*demo.SYNTHETIC.overrides, "trainer.eval_samples=256"),
 )
 ROWS = Path(os.environ.get("CRITEO_TSV") or REPOSITORY / "../shared/data/criteo_kaggle_head.tsv")
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ALL:
+        fork_scripts(monkeypatch)
 
 
 @pytest.mark.timeout(600)

@@ -1,23 +1,21 @@
 """Kill runs with images, by real SIGKILLs: their end is that of an undisturbed run, bit for bit.
 
 The whole sweep is ``python -m tests.crash.images``; this is a slice of it. All tests of one number
-of ranks share a process, its imports and its undisturbed run.
+of ranks share a process and its undisturbed run.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.distributed.forked import Forked
+
 Sweep = tuple[str, ...]
 """The number of ranks, then the arguments of ``tests.crash.images``."""
 
@@ -37,16 +35,14 @@ def run(
         chosen = [sweep for sweep in asked if sweep[0] == ranks]
         file = tmp_path_factory.mktemp("sweeps") / "images.json"
         words = json.dumps([sweep[1:] for sweep in chosen])
+        log = file.with_name("log")
         # A process of its own: a process that forks must have no threads.
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.crash.images", "--json", file, "--sweeps", words],
-            cwd=REPOSITORY,
-            env={**os.environ, "CHECKNRUN_TEST_RANKS": ranks},
-            capture_output=True,
-            text=True,
-            timeout=850,
-        )
-        assert file.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        Forked(
+            *("tests.crash.images", "--json", str(file), "--sweeps", words),
+            log=log,
+            environment={**os.environ, "CHECKNRUN_TEST_RANKS": ranks},
+        ).wait(850)
+        assert file.exists(), log.read_text()[-6000:]
         return dict(zip(chosen, json.loads(file.read_text()), strict=True))
 
     return outcomes

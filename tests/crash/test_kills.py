@@ -101,8 +101,14 @@ def test_every_phase_on_each_rank_and_on_both(uninterrupted: demo.Run, tmp_path:
 
 def sweep_kills(uninterrupted: demo.Run, directory: Path) -> list[str]:
     """Run the job through a kill in every phase; return what was lost."""
-    planned = kills.sweep()
-    run, killed = train_under_fire("consecutive", ("checkpoint.keep=2",), planned, directory)
+    run, lost = sweep_phases(directory)
+    return lost + compare(uninterrupted.final_state, run.final_state).differences
+
+
+def sweep_phases(directory: Path, overrides: tuple[str, ...] = ()) -> tuple[demo.Run, list[str]]:
+    """Run a job through a kill in every phase; return it, and what was lost on the way."""
+    planned, settings = kills.sweep(), ("checkpoint.keep=2", *overrides)
+    run, killed = train_under_fire("consecutive", settings, planned, directory)
     lost = [f"no kill {kill}" for i, kill in enumerate(planned) if i not in killed]
     alive = [pid for event in killed.values() for pid in event["pids"] if is_alive(pid)]
     lost += [f"process {pid} outlived its kill" for pid in alive]
@@ -117,7 +123,7 @@ def sweep_kills(uninterrupted: demo.Run, directory: Path) -> list[str]:
         lost.append(f"{samples} samples instead of {STEPS * 256}")
     for found in verify(directory / "checkpoints"):
         lost += found.problems
-    return lost + compare(uninterrupted.final_state, run.final_state).differences
+    return run, lost
 
 
 def be_killed(

@@ -16,6 +16,8 @@ from recipes.dlrm_criteo.online_demo import __main__ as online_demo
 from recipes.dlrm_criteo.online_demo.outcome import FIRST, FOLLOWED, RELOADED, TRUTH
 from tests.crash.conftest import REPOSITORY
 from tests.distributed.forked import Forked
+from tests.distributed.forked_torchrun import fork_scripts
+from tests.examples import ALL
 
 ROWS = Path(os.environ.get("CRITEO_TSV") or REPOSITORY / "../shared/data/criteo_kaggle_head.tsv")
 TINY = replace(
@@ -27,6 +29,8 @@ TINY = replace(
 def test_following_helps_where_the_truth_drifts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if not ALL:
+        fork_scripts(monkeypatch)
     monkeypatch.setattr(online_demo, "SYNTHETIC", TINY)
     figures = tmp_path / "online.json"
     arguments = ["--drift", "2", "--runs", str(tmp_path / "runs"), "--json", str(figures)]
@@ -82,12 +86,12 @@ def descendants(pid: int) -> set[int]:
 )
 def test_a_signal_ends_all_processes(number: signal.Signals, tmp_path: Path) -> None:
     output, log = tmp_path / "output", tmp_path / "runs" / "trainer" / "train.jsonl"
-    demo = Forked("recipes.dlrm_criteo.online_demo", "--runs", str(tmp_path / "runs"), log=output)
+    demo = Forked("tests.crash.online_demo_of_forks", "--runs", str(tmp_path / "runs"), log=output)
     while not log.exists() or '"step"' not in log.read_text():
         assert demo.poll() is None, output.read_text()
         time.sleep(0.05)
     below = descendants(demo.pid)
-    assert len(below) >= 4  # torchrun, two ranks, the server
+    assert len(below) >= 6  # torchrun, two ranks, the server, and two that fork
     demo.send_signal(number)
     assert demo.wait(120) == 128 + number, output.read_text()
     assert f"ended by {number.name}" in output.read_text()

@@ -6,14 +6,11 @@ All points are ``python -m tests.crash.images.partial --json FILE``; this is a s
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.distributed.forked import Forked
 
 
 @pytest.mark.timeout(600)
@@ -23,17 +20,10 @@ REPOSITORY = Path(__file__).parents[2]
     ids=["some points", "more points"],
 )
 def test_a_killed_partial_recovery_is_repeated(tmp_path: Path, every: int, points: int) -> None:
-    file = tmp_path / "partial.json"
-    command = [sys.executable, "-m", "tests.crash.images.partial", "--json", str(file)]
-    done = subprocess.run(
-        [*command, "--every", str(every)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert file.exists(), f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    file, log = tmp_path / "partial.json", tmp_path / "log"
+    words = ("--json", str(file), "--every", str(every))
+    Forked("tests.crash.images.partial", *words, log=log).wait(560)
+    assert file.exists(), log.read_text()[-6000:]
     found = json.loads(file.read_text())
     assert not found["failures"], "\n".join(found["failures"])
     assert found["counts"]["kills"] >= points

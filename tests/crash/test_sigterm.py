@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.crash import preempted
+from tests.distributed.forked import Forked
 from torchrec_checknrun.schedule.preemption import EXIT_CODE
 
-REPOSITORY = Path(__file__).parents[2]
 GIVES_UP_SECONDS = preempted.GRACE_SECONDS / 2
 """Less than the grace time that ranks here would wait; two seconds on an idle machine."""
 
@@ -31,20 +27,17 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.processes: list[BaseProcess] = []
+        self.processes: list[Forked] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(
         self, run: Callable[..., None], ranks: int = 2, port: int | None = None, **more: Any
     ) -> None:
-        # Each is a fork of a process that has imported torch.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.crash.preempted"])
+        given = {"world_size": ranks, "port": port or self._store.port, "folder": str(self.folder)}
+        arguments = json.dumps({**given, **more})
         for rank in range(ranks):
-            arguments = (rank, ranks, port or self._store.port, str(self.folder))
-            process = context.Process(target=run, args=arguments, kwargs=more)
-            process.start()
-            self.processes.append(process)
+            words = ("tests.crash.preempted", run.__name__, str(rank), arguments)
+            self.processes.append(Forked(*words, log=self.folder / f"log-{rank}"))
         for rank in range(ranks):
             self.wait_for(rank, "ready")
 
@@ -59,20 +52,17 @@ class Job:
             time.sleep(0.005)
 
     def kill(self, rank: int, number: signal.Signals = signal.SIGTERM) -> None:
-        pid = self.processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
+        self.processes[rank].send_signal(number)
 
-    def end(self, rank: int, seconds: float = 60) -> tuple[float, int | None]:
-        """Join a rank; return the seconds until its end, and its exit code."""
+    def end(self, rank: int, seconds: float = 60) -> tuple[float, int]:
+        """Wait for a rank; return the seconds until its end, and its exit status."""
         started = time.monotonic()
-        self.processes[rank].join(seconds)
-        return time.monotonic() - started, self.processes[rank].exitcode
+        status = self.processes[rank].wait(seconds)
+        return time.monotonic() - started, status
 
     def stop(self) -> None:
         for process in self.processes:
             process.kill()
-            process.join()
 
 
 @pytest.fixture
@@ -166,21 +156,12 @@ def test_a_peer_that_failed(job: Job) -> None:
 
 
 def test_torchrun_ends_the_others_when_one_has_died(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    started = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", "-m", "tests.crash.preempted", str(tmp_path)],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    log = tmp_path / "log"
+    words = ("--standalone", "--nproc-per-node=2", "-m", "tests.crash.preempted", str(tmp_path))
+    status = Forked("tests.distributed.forked_torchrun", *words, log=log).wait(120)
     ended = time.time()
-    assert started.returncode != 0
-    text = started.stdout
-    assert "only 1 of 2 ranks answer after SIGTERM" in text
+    assert status != 0
+    assert "only 1 of 2 ranks answer after SIGTERM" in log.read_text()
     killed = float((tmp_path / "rank-1").read_text().split()[-1])
     assert ended - killed <= GIVES_UP_SECONDS
     assert (tmp_path / "rank-0").read_text() == "ready\n"

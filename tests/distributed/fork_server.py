@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from functools import cache
 from pathlib import Path
@@ -39,13 +40,26 @@ RUNNING = 1 << 16
 
 
 class ForkServer:
-    """A process that forks others; it ends, and they with it, when this object is dropped."""
+    """A process that forks others; it ends, and they with it, when this object is dropped.
 
-    def __init__(self) -> None:
+    Args:
+        here: it is a fork of this process, which has imported TorchRec and has no threads.
+    """
+
+    def __init__(self, here: bool = False) -> None:
         mine, its = socket.socketpair()
         self._folder = tempfile.TemporaryDirectory(prefix="fork-server-")
         self._log = Path(self._folder.name) / "log"
-        with its, self._log.open("wb") as log:
+        self._log.touch()
+        with its:
+            self.pid = self._fork_here(mine, its) if here else self._spawn(its)
+        mine.settimeout(START_SECONDS)
+        self._socket = mine
+        self._answers = mine.makefile("rb")
+        self._asking = threading.Lock()
+
+    def _spawn(self, its: socket.socket) -> int:
+        with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(its.fileno())],
                 cwd=REPOSITORY,
@@ -54,10 +68,21 @@ class ForkServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        self.pid = self._process.pid
-        mine.settimeout(START_SECONDS)
-        self._socket = mine
-        self._answers = mine.makefile("rb")
+        return self._process.pid
+
+    def _fork_here(self, mine: socket.socket, its: socket.socket) -> int:
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                mine.close()  # it ends when the other process has closed its own
+                os.setsid()
+                main(its.detach())
+                code = 0
+            except BaseException:
+                self._log.write_text(traceback.format_exc())
+            finally:
+                os._exit(code)
+        return pid
 
     def fork(self, module: str, argument: str, log: Path, environment: dict[str, str]) -> int:
         """Call ``main(argument)`` of a module in a new process; return its process id."""
@@ -69,7 +94,17 @@ class ForkServer:
         status = self._ask({"status of": pid})
         return None if status == RUNNING else status
 
+    def close(self) -> None:
+        """Kill all forks, and wait for the end of the server, a child of this process."""
+        self._answers.close()
+        self._socket.close()
+        os.waitpid(self.pid, 0)
+
     def _ask(self, request: dict[str, Any]) -> int:
+        with self._asking:
+            return self._asked(request)
+
+    def _asked(self, request: dict[str, Any]) -> int:
         answer = b""
         try:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -80,13 +115,14 @@ class ForkServer:
             raise OSError(f"the fork server doesn't answer: {error!r}\n{text[-4000:]}") from error
         finally:
             if not answer:
-                servers.cache_clear()  # it may still answer: the next start gets new servers
+                server.cache_clear()  # it may still answer: the next start gets new servers
 
 
 @cache
-def servers() -> list[ForkServer]:
-    """Start the servers of this process; return them."""
-    return [ForkServer() for _ in range(SERVERS)]
+def server(number: int) -> ForkServer:
+    """Start one of this process's servers, unless it runs; return it."""
+    assert number < SERVERS
+    return ForkServer()
 
 
 def main(descriptor: int) -> None:

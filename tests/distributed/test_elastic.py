@@ -59,7 +59,7 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(*options: str, script: Path, folder: Path, arguments: tuple[int, int]) -> list[str]:
-    return ["torch.distributed.run", *options, str(script), str(folder), *map(str, arguments)]
+    return [*options, str(script), str(folder), *map(str, arguments)]
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_every_restart_joins(
         arguments=(kills, -1),
     )
     log = tmp_path / "log"
-    status = Forked(*command, log=log).wait(800)
+    status = Forked("tests.distributed.forked_torchrun", *command, log=log).wait(800)
     assert status == 0, log.read_text()[-6000:]
     # As many restarts as kills: no attempt failed in any other way.
     ends = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
@@ -101,7 +101,7 @@ def test_nodes_that_count_restarts_differently(script: Path, tmp_path: Path) -> 
     agents = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m"),
+                *(sys.executable, "-m", "torch.distributed.run"),
                 *torchrun(
                     *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"),
                     *("--rdzv-backend=c10d", "--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{port}"),

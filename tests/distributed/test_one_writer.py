@@ -226,8 +226,8 @@ def on_s3(root: str, plan: Plan, environment: dict[str, str]) -> list[Any]:
     with mock.patch.dict(os.environ, environment):
         s3fs.S3FileSystem.clear_instance_cache()
         job = build(plan)
-        options: dict[str, Any] = {"retention": Retention(1), "background": "process"}
-        with checkpointer(root, job, **options) as saver:
+        options: dict[str, Any] = {"retention": Retention(1)}
+        with checkpointer(root, job, background="process", **options) as saver:
             for _ in range(3):
                 job.train()
                 saver.step()

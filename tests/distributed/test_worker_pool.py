@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.fork_server import servers
+from tests.distributed.fork_server import server
 from tests.distributed.small_job import Workers
 from tests.distributed.worker_pool import CaseFailed, WorkerPool
 
@@ -49,11 +49,10 @@ def test_a_case_that_goes_wrong_fails_alone(how: str, message: str) -> None:
 
 @pytest.mark.slow
 def test_a_fork_server_that_dies_is_replaced() -> None:
-    servers.cache_clear()  # other pools keep theirs
+    server.cache_clear()  # other pools keep theirs
     pool = WorkerPool(2)
     try:
-        (server, *_) = servers()
-        os.kill(server.pid, signal.SIGKILL)
+        os.kill(server(0).pid, signal.SIGKILL)
         with pytest.raises(CaseFailed, match="the fork server doesn't answer"):
             pool.run(add, number=3)
         assert pool.run(add, number=5) == [5, 6]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.distributed.fork_server import START_SECONDS, ForkServer, servers
+from tests.distributed.fork_server import SERVERS, START_SECONDS, ForkServer, server
 
 WORKER = "tests.distributed.worker"
 GRACE_SECONDS = 3.0
@@ -103,11 +103,12 @@ class WorkerPool:
             listener.listen()
             listener.settimeout(START_SECONDS)
             try:
-                self._servers = servers()
+                # All start before one is waited for.
+                self._servers = [server(n) for n in range(min(SERVERS, self.world_size))]
                 for rank in range(self.world_size):
-                    server = self._servers[rank % len(self._servers)]
+                    parent = self._servers[rank % SERVERS]
                     environment = self._environment(rank, self._store.port)
-                    self._pids.append(server.fork(self._worker, address, log, environment))
+                    self._pids.append(parent.fork(self._worker, address, log, environment))
                 found = [listener.accept()[0] for _ in range(self.world_size)]
             except OSError as error:
                 self.stop()

@@ -23,6 +23,9 @@ from torchrec_checknrun.codecs import kernel
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tracking import TrackedModel, track
 
+NUMPY = [pytest.mark.slow] if kernel.has_extension() else []
+"""That NumPy does what the compiled kernel does is always tested."""
+
 
 @pytest.fixture(params=["disk", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
@@ -95,7 +98,16 @@ def tracked(model: nn.Module) -> Iterator[TrackedModel]:
 @pytest.fixture(scope="module", params=["compiled", "numpy"])
 def each_kernel(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run a module's tests with the compiled kernel, then with NumPy in its place."""
-    compiled = request.param == "compiled"
+    yield from _with_kernel(request.param == "compiled")
+
+
+@pytest.fixture(scope="module", params=["compiled", pytest.param("numpy", marks=NUMPY)])
+def either_kernel(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a module's tests as ``each_kernel`` does; `make test` runs them with one of the two."""
+    yield from _with_kernel(request.param == "compiled")
+
+
+def _with_kernel(compiled: bool) -> Iterator[None]:
     if compiled and not kernel.has_extension():
         pytest.skip("the compiled kernel was not built: there was no C++ compiler")
     with one_thread(), pytest.MonkeyPatch.context() as patch:

@@ -104,6 +104,7 @@ class CheckNRunConfig:
     resume: Resume = Resume.auto
     timeout_seconds: float = 1800.0
     images: bool = False  # ``survive=Images()``
+    host_copies: bool = False  # ``survive=HostCopies()``
     max_pls: float | None = None  # with total_steps: ``partial=PartialRecovery(…)``
     total_steps: int | None = None
     peers: bool = False  # with these: ``PartialRecovery(…, peers=PeerCopies())``

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.codecs.quantization import Quantization
     from torchrec_checknrun.dense.buffers import Patterns
     from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer, NoCheckpointer
+    from torchrec_checknrun.memory.images import HostCopies, Images
     from torchrec_checknrun.memory.partial import PartialRecovery
     from torchrec_checknrun.options.compact_after import CompactAfter
     from torchrec_checknrun.options.publish import Publish
@@ -80,11 +81,24 @@ def make_check_n_run(
         resume=config.resume.value,
         timeout_seconds=config.timeout_seconds,
         callbacks=callbacks,
-        survive=package.Images() if config.images else None,
+        survive=_survive(config),
         partial=_partial(config),
         compact_after=_compact_after(config),
         publish=_publish(config),
     )
+
+
+def _survive(config: CheckNRunConfig) -> Images | HostCopies | None:
+    from torchrec_checknrun import HostCopies, Images
+
+    if config.images and config.host_copies:
+        raise ValueError(
+            "check_n_run: images=true keeps every step, host_copies=true the newest checkpoint, "
+            "for tables on a GPU: give one of them"
+        )
+    if config.host_copies:
+        return HostCopies()
+    return Images() if config.images else None
 
 
 def _partial(config: CheckNRunConfig) -> PartialRecovery | None:

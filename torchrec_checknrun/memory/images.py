@@ -26,18 +26,11 @@ class Images:
     keep_hours: float = 24.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folder, str) or not self.folder.startswith("/"):
-            raise ValueError(
-                f"survive: folder must be an absolute path such as '/dev/shm', not {self.folder!r}"
-            )
+        _require_place(self.folder, self.keep_hours)
         if type(self.most_state_bytes) is not int or self.most_state_bytes < 1:
             raise ValueError(
                 "survive: most_state_bytes must be a number of bytes such as 256 << 20, not "
                 f"{self.most_state_bytes!r}"
-            )
-        if not isinstance(self.keep_hours, (int, float)) or not self.keep_hours >= 0:
-            raise ValueError(
-                f"survive: keep_hours must be 0 or more, such as 24, not {self.keep_hours!r}"
             )
 
     def path(self, root: str, rank: int, world_size: int) -> Path:
@@ -46,6 +39,51 @@ class Images:
         Args:
             root: the URL of the run's checkpoints, which names the run.
         """
-        run = hashlib.sha256(root.encode()).hexdigest()[:16]
-        name = f"checknrun-{os.geteuid()}-{run}-{rank}of{world_size}.image"
-        return Path(self.folder) / name
+        return _path(self.folder, root, rank, world_size, "image")
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Keep what each rank has written for the newest checkpoint and its chain in this machine's
+    shared memory as well. When processes die, the restarted ranks go back to that checkpoint
+    without reading from the storage what this machine has written. For tables on a GPU, whose
+    memory goes with the process, and all else that can't have images.
+
+    Attributes:
+        folder: where the copies are: memory that outlives processes, not a disk.
+        most_bytes: the most that a rank's copies take; while a checkpoint is written, its own file
+            comes on top. What would exceed it is not copied, and the log says so. None: twice the
+            bytes of the rank's tables with their optimizer state, and of everything else.
+        keep_hours: how long the copies of other runs that have ended, or were given up, stay.
+    """
+
+    folder: str = "/dev/shm"
+    most_bytes: int | None = None
+    keep_hours: float = 24.0
+
+    def __post_init__(self) -> None:
+        _require_place(self.folder, self.keep_hours)
+        most = self.most_bytes
+        if most is not None and (type(most) is not int or most < 1):
+            raise ValueError(
+                "survive: most_bytes must be a number of bytes such as 8 << 30, or None, not "
+                f"{most!r}"
+            )
+
+    def path(self, root: str, rank: int, world_size: int) -> Path:
+        """Return the folder of a rank's copies; arguments as ``Images.path``."""
+        return _path(self.folder, root, rank, world_size, "copies")
+
+
+def _require_place(folder: object, keep_hours: object) -> None:
+    if not isinstance(folder, str) or not folder.startswith("/"):
+        raise ValueError(
+            f"survive: folder must be an absolute path such as '/dev/shm', not {folder!r}"
+        )
+    if not isinstance(keep_hours, (int, float)) or not keep_hours >= 0:
+        raise ValueError(f"survive: keep_hours must be 0 or more, such as 24, not {keep_hours!r}")
+
+
+def _path(folder: str, root: str, rank: int, world_size: int, kind: str) -> Path:
+    run = hashlib.sha256(root.encode()).hexdigest()[:16]
+    return Path(folder) / f"checknrun-{os.geteuid()}-{run}-{rank}of{world_size}.{kind}"

@@ -133,7 +133,8 @@ def _require_supported(tracked: TrackedModel, shards: list[TrackedShard]) -> Non
             if not tensor.is_cpu or not tensor.is_contiguous():
                 raise ImagesRefused(
                     f"table {shard.table} lies on {tensor.device}: survive=Images() keeps tables "
-                    "in CPU memory only, since a GPU's memory goes with the process; run without it"
+                    "in CPU memory only, since a GPU's memory goes with the process; "
+                    "survive=HostCopies() keeps the newest checkpoint in this machine's memory"
                 )
     if not has_extension():
         raise ImagesRefused("survive=Images() needs the compiled extension, which is missing")

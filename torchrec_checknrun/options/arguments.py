@@ -39,6 +39,7 @@ _ROOT = (
 _ALIKE = {"delta": "has the same steps", "lc": "has the same bits"}
 _ONLY_HYDRA = {
     "images": "survive=Images()",
+    "host_copies": "survive=HostCopies()",
     "peers": "partial=PartialRecovery(max_pls=0.01, total_steps=100_000, peers=PeerCopies())",
     "priority_every_steps": "partial=PartialRecovery(…, priority=PrioritySaves(100))",
     **dict.fromkeys(("bits", "method", "mean_bits", "offset"), "quantization=Quantization(bits=8)"),

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import PerRankBuffers
-from torchrec_checknrun.memory.images import Images
+from torchrec_checknrun.memory.images import HostCopies, Images
 from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.options import arguments
 from torchrec_checknrun.options.arguments import PerRank, Replicated
@@ -74,7 +74,7 @@ class Options:
     resume: Resume
     timeout_seconds: float
     chunk_bytes: int
-    survive: Images | None = None
+    survive: Images | HostCopies | None = None
     partial: PartialRecovery | None = None
     compact_after: CompactAfter | None = None
     dense: DenseForm = "difference"
@@ -94,15 +94,15 @@ class Options:
                 f"{retention!r}"
             )
         survive: object = self.survive
-        if survive is not None and not isinstance(survive, Images):
-            raise ValueError(f"survive must be Images() or None, not {survive!r}")
+        if survive is not None and not isinstance(survive, (Images, HostCopies)):
+            raise ValueError(f"survive must be Images(), HostCopies() or None, not {survive!r}")
         publish: object = self.publish
         if publish is not None and not isinstance(publish, Publish):
             raise ValueError(
                 'publish must be Publish(root=…), such as Publish(root="s3://bucket/serve"), or '
                 f"None, not {publish!r}"
             )
-        arguments.require_partial(self.partial, with_images=survive is not None)
+        arguments.require_partial(self.partial, with_images=isinstance(survive, Images))
         self._set("callbacks", arguments.as_callbacks(self.callbacks))
         self._set("root", arguments.as_root(self.root, self.timeout_seconds))
         self._set("compact_after", arguments.as_compact_after(self.compact_after, self.root))

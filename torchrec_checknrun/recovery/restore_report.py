@@ -36,7 +36,8 @@ def report_restored(
         saver.log("skipped: %s", what, level=logging.WARNING)
     for problem in found.passed_over:
         saver.log("passed over: %s", problem, level=logging.WARNING)
-    saver.log("restored %s (step %d) in %.2f s", head.id, head.step, seconds)
+    of_memory = f", {found.memory_bytes:,} bytes from memory" if found.memory_bytes else ""
+    saver.log("restored %s (step %d) in %.2f s%s", head.id, head.step, seconds, of_memory)
     return RestoreReport(
         id=head.id,
         step=head.step,
@@ -48,6 +49,7 @@ def report_restored(
         skipped=tuple(found.skipped),
         pls=portion(head.losses),
         reproducible=not head.losses,
+        memory_bytes=found.memory_bytes,
     )
 
 

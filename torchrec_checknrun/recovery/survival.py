@@ -18,6 +18,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide
 from torchrec_checknrun.memory.gradient_buckets import settle_buckets
 from torchrec_checknrun.memory.image import RankImage
+from torchrec_checknrun.memory.images import Images
 from torchrec_checknrun.memory.partial import decide_partial, lost_ranks
 from torchrec_checknrun.memory.sweep import sweep
 from torchrec_checknrun.options.options import Options
@@ -28,7 +29,9 @@ from torchrec_checknrun.recovery.saves import Saves
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain, newest
 from torchrec_checknrun.root.retention import original_of
+from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder
+from torchrec_checknrun.tiers.host_copies import HostFiles
 from torchrec_checknrun.tiers.peers import Peers
 from torchrec_checknrun.tiers.priority_rows import PriorityRows
 
@@ -63,7 +66,7 @@ def make_image(options: Options, target: Target, ranks: Ranks) -> RankImage | No
     Raises:
         ImagesRefused: the model or the machine can't have images.
     """
-    if options.survive is None:
+    if not isinstance(options.survive, Images):
         return None
     return RankImage(
         options.survive,
@@ -95,6 +98,7 @@ class Survival:
     Args:
         image: this rank's; None: the run has none.
         peers: copies in other ranks' memory; None: the run has none.
+        host: copies in this machine's memory; None: the run has none.
 
     Attributes:
         reasons: why images were not used at the last try.
@@ -108,17 +112,23 @@ class Survival:
         saver: Saves,
         image: RankImage | None,
         peers: Peers | None = None,
+        host: HostFiles | None = None,
     ) -> None:
         self._options = options
         self._target = target
         self._ranks = ranks
         self._saver = saver
-        self._image, self._peers = image, peers
+        self._image, self._peers, self._host = image, peers, host
         self._priority = _priority_rows(options, target, ranks)
         self._is_first = True
         self._is_begun = False
         """Whether images were begun, on all ranks alike; some may have given theirs up since."""
         self.reasons: tuple[str, ...] = ()
+
+    @property
+    def root(self) -> Folder:
+        """The root of the checkpoints, as a restore reads it."""
+        return self._options.root if self._host is None else self._host.readable
 
     def recover(self) -> Recovered | None:
         """Bring the model to the newest step that all images can reach; a collective.
@@ -299,7 +309,7 @@ class Survival:
             self._image.missed(why)
 
     def close(self, over: bool) -> None:
-        """Stop using images.
+        """Stop using images and copies.
 
         Args:
             over: the run is over; else other processes may go on from them.
@@ -308,6 +318,8 @@ class Survival:
             self._image.close(remove=over)
         if self._priority is not None:
             self._priority.close(over)
+        if self._host is not None:
+            self._host.close(over)
         if self._peers is not None and over:
             self._peers.folder.remove()
 

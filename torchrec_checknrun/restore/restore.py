@@ -40,6 +40,7 @@ from torchrec_checknrun.restore.states import Merge, Owners
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.counting import is_newest
 from torchrec_checknrun.root.shared_root import require_shared
+from torchrec_checknrun.store.copied_folder import CopiedFolder
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import latest_claim
 
@@ -57,6 +58,7 @@ class Restored:
         skipped: descriptions of tables and values on one side only.
         forks: whether newer checkpoints are abandoned.
         references: what this rank's shards restore to, of tables stored as differences.
+        memory_bytes: bytes that this rank has read from copies of the storage's files.
     """
 
     chain: Chain
@@ -64,6 +66,7 @@ class Restored:
     passed_over: list[str]
     skipped: list[str]
     forks: bool
+    memory_bytes: int = 0
     references: list[References] = field(default_factory=list)
 
 
@@ -96,6 +99,7 @@ def restore(
     """Restore a checkpoint, or the newest whole chain.
 
     Args:
+        root: on all ranks with copies in memory, or on none.
         checkpoint: an id, which excludes a fallback to another checkpoint; None: the newest.
         verify_all: read and decode everything once before anything is changed.
 
@@ -110,6 +114,8 @@ def restore(
         try:
             live = attempts.load(chain, verify_all)
         except (CorruptCheckpoint, ChainBroken, OSError) as error:
+            if attempts.without_copies(error):
+                continue  # the same chain, from the storage
             # Unreachable storage doesn't mean that the checkpoint is damaged.
             if checkpoint is None and not isinstance(error, StorageUnreachable):
                 attempts.pass_over(chain, error)
@@ -177,6 +183,16 @@ class _Attempts:
             require_shared(self._root, self._ranks, chain.head.id, MANIFEST_NAME)
         return chain
 
+    def without_copies(self, error: Exception) -> bool:
+        """Read the storage alone from now on, if copies may have been the damage; on all ranks
+        alike.
+        """
+        if not isinstance(self._root, CopiedFolder) or isinstance(error, StorageUnreachable):
+            return False
+        self._root = self._root.storage
+        logger.warning("a copy in memory may be damaged, all is read from the storage: %s", error)
+        return True
+
     def pass_over(self, chain: Chain, error: Exception) -> None:
         """Exclude a chain that failed."""
         self._unusable.add(chain.head.id)
@@ -208,6 +224,7 @@ class _Attempts:
             self._passed_over,
             skipped=sorted(set(self._chain_restore.skipped)),
             forks=bool(self._passed_over) or not self._newest,
+            memory_bytes=self._root.taken.bytes if isinstance(self._root, CopiedFolder) else 0,
             references=self._chain_restore.references,
         )
 

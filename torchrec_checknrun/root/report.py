@@ -190,6 +190,8 @@ class RestoreReport:
         ranks: of a partial recovery, each rank's source of rows and their step, in rank order.
         pls: the portion of lost samples in all partial recoveries of this run so far.
         reproducible: whether the run could be repeated bit for bit: False after such a recovery.
+        memory_bytes: bytes that this rank has read from copies in this machine's memory
+            (``HostCopies``) in place of the storage.
     """
 
     id: str
@@ -205,6 +207,7 @@ class RestoreReport:
     ranks: tuple[RankSource, ...] = ()
     pls: float = 0.0
     reproducible: bool = True
+    memory_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""

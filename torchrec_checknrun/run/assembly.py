@@ -31,6 +31,7 @@ from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.links import REFERENCE_SHARES, too_large
 from torchrec_checknrun.schedule.schedule import Schedule
 from torchrec_checknrun.snapshot.memory import default_budget
+from torchrec_checknrun.tiers.host_copies import make_host_files
 from torchrec_checknrun.tiers.peers import make_peers
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -108,8 +109,12 @@ class Assembly:
         peers = self._on_all_ranks(
             partial(make_peers, wanted, image, ranks, self.background_ranks), lambda _: None
         )
-        self.background.destination.copies = peers
-        self.survival = Survival(options, target, ranks, self.saver, image, peers)
+        bytes = _table_bytes(target.tracked) + _dense_bytes(options.model, target.tracked)
+        host = self._on_all_ranks(
+            partial(make_host_files, options.survive, options.root, ranks, bytes), lambda _: None
+        )
+        self.background.destination.copies = host if peers is None else peers
+        self.survival = Survival(options, target, ranks, self.saver, image, peers, host)
         self.schedule = self._on_all_ranks(
             partial(Schedule, options.all_triggers, ranks), lambda made: made.close(failed=True)
         )
@@ -231,6 +236,11 @@ def _background(
             background.close()
         raise
     return made[0]
+
+
+def _table_bytes(tracked: TrackedModel) -> int:
+    """Return the bytes of this rank's rows with their optimizer state."""
+    return sum(tensor.nbytes for shard in tracked.shards for tensor in shard.local.tensors)
 
 
 def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:

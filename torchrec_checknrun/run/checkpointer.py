@@ -16,7 +16,7 @@ from typing_extensions import Never
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import Patterns
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.memory.images import Images
+from torchrec_checknrun.memory.images import HostCopies, Images
 from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.options.arguments import PerRank, Replicated
 from torchrec_checknrun.options.compact_after import CompactAfter
@@ -86,8 +86,8 @@ class Checkpointer(WrittenByHand):
             ranks or the storage.
         chunk_bytes: bytes of memory for the rows of a chunk, with every copy of them that a save
             makes; a restore takes as much.
-        survive: ``Images()`` keeps each rank's state in shared memory, so that processes that die
-            and are started again lose no step; None: they go on from the newest checkpoint.
+        survive: ``Images()`` keeps each rank's state in shared memory: processes that die and start
+            again lose no step. ``HostCopies()`` keeps the newest checkpoint there. None: neither.
         partial: ``PartialRecovery(…)`` sends only ranks whose images are gone back to the newest
             checkpoint, within a budget of lost samples; None: all ranks go back.
         compact_after: when a niced process compacts the chain behind training, for the next
@@ -127,7 +127,7 @@ class Checkpointer(WrittenByHand):
         resume: Resume = "auto",
         timeout_seconds: float = 1800.0,
         chunk_bytes: int = CHUNK_BYTES,
-        survive: Images | None = None,
+        survive: Images | HostCopies | None = None,
         partial: PartialRecovery | None = None,
         compact_after: CompactAfter | int | float | None = None,
         dense: DenseForm = "difference",

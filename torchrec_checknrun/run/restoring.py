@@ -132,7 +132,7 @@ class Restoring:
         """Restore the model and note it, or remember that the model is partly restored."""
         target = replace(self.target, fit=fit)
         try:
-            found = restore(self.options.root, target, self.ranks, checkpoint, verify_all)
+            found = restore(self.survival.root, target, self.ranks, checkpoint, verify_all)
             if found is not None:
                 self.steps = found.chain.head.step
                 self.saver.restored(

@@ -259,6 +259,7 @@ class Follower:
             served = self._served[-1].sequence if self._served else -1
             if problems and chain.head.sequence < served:
                 raise ChainBroken(f"newer checkpoints can't be read: {'; '.join(problems)}")
+            self._pace.rest()
             todo = self._plan(chain, unusable)
             if not todo.current:
                 try:

@@ -18,7 +18,7 @@ from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import TableTotals
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.native import BLOCK_BYTES, Chosen
+from torchrec_checknrun.native import Chosen
 from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.serve.content import Content, RowChunk
@@ -28,6 +28,9 @@ from torchrec_checknrun.serve.replica import Replica
 from torchrec_checknrun.serve.row_form import RowForm
 from torchrec_checknrun.serve.tables import ServedTable
 from torchrec_checknrun.tools.links import TableLinks
+
+_BLOCK_BYTES = 1 << 18
+"""Of numbers, that are written between two rests: encoded in less than a millisecond."""
 
 
 @dataclass
@@ -137,12 +140,14 @@ class Load:
             if old and touched.is_within(done):
                 break
             rows = StoredRows(header, self._content.read(chunk))
+            self._rest()
             if place:
                 touched.add(rows.ids)
             chosen = np.arange(header.count)
             if old:
                 chosen = chosen[touched.contains(rows.ids)]
             new = done.add(np.ascontiguousarray(rows.ids[chosen]))
+            self._rest()
             self._put(name, table, saved, rows, chosen if new is None else chosen[new])
         self._require_all(saved, touched, done)
 
@@ -159,7 +164,7 @@ class Load:
         self, name: str, table: ServedTable, saved: str, rows: StoredRows, chosen: np.ndarray
     ) -> None:
         """Write chosen rows of a chunk, a block at a time."""
-        size = max(1, BLOCK_BYTES // table.form.stride)
+        size = max(1, _BLOCK_BYTES // (4 * table.form.dim))
         for start in range(0, len(chosen), size):
             at = chosen[start : start + size]
             laid, again = self._laid(table.form, saved, rows, at)

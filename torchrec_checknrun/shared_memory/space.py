@@ -28,8 +28,8 @@ def require_space(folder: Path, size: int, freed: int = 0) -> None:
         found = os.statvfs(folder)
     except OSError as error:
         raise ImagesRefused(
-            f"{folder} can't be used for images ({error.strerror}): name a folder in shared "
-            "memory, survive=Images(folder='/dev/shm')"
+            f"{folder} can't be used for images or copies ({error.strerror}): name a folder in "
+            "shared memory, as survive=Images(folder='/dev/shm')"
         ) from error
     free = found.f_bavail * found.f_frsize
     if size > free:

@@ -1,4 +1,5 @@
-"""Lay out one rank's folder of copies in shared memory: what it holds, sends, and was sent back.
+"""Lay out one rank's folder of copies in shared memory: what it holds of others, keeps of its own,
+sends, and was sent back.
 
 The folder above is open to all users, so this one is used only if it is a directory of this user
 alone. It outlives the process, as images do, and is swept by the same rules.
@@ -17,7 +18,7 @@ from pathlib import Path
 from torchrec_checknrun.format.rank_file import rank_file_name
 from torchrec_checknrun.tiers.peer_tier import PeerTier
 
-_HELD, _OUTBOX, _FETCHED = "held", "outbox", "fetched"
+_HELD, _KEPT, _OUTBOX, _FETCHED = "held", "kept", "outbox", "fetched"
 _NAME = re.compile(r"checknrun-(\d+)-([0-9a-f]{16})-(\d+)of(\d+)\.copies")
 
 
@@ -25,11 +26,11 @@ class CopiesFolder:
     """The copies of one rank of a run.
 
     Args:
-        image: path of the rank's image, beside which they lie.
+        path: of the folder, or of the rank's image, beside which it lies.
     """
 
-    def __init__(self, image: Path) -> None:
-        self.path = image.with_suffix(".copies")
+    def __init__(self, path: Path) -> None:
+        self.path = path.with_suffix(".copies")
 
     def make(self) -> None:
         """Make the folder for this user alone.
@@ -64,8 +65,17 @@ class CopiesFolder:
         files = (self.path / _HELD).glob("*/*/*")
         return sum(path.stat().st_size for path in files if path.is_file())
 
+    @property
+    def kept_path(self) -> Path:
+        """Where this rank's own files stay for the next restore: a root without manifests."""
+        return self.path / _KEPT
+
+    def kept(self, rank: int) -> PeerTier:
+        """Return this rank's own files that stay here."""
+        return PeerTier(self.kept_path, rank_file_name(rank))
+
     def outbox(self, rank: int) -> PeerTier:
-        """Return the copies of this rank's own file, on their way to the holder."""
+        """Return the copies of this rank's own file, until it is known where they belong."""
         return PeerTier(self.path / _OUTBOX, rank_file_name(rank))
 
     def new_outgoing(self, rank: int, id: str) -> Path:
@@ -122,3 +132,17 @@ class CopiesFolder:
         of_others = found.st_uid != os.geteuid() or found.st_mode & 0o077
         if not stat.S_ISDIR(found.st_mode) or of_others:
             raise OSError(f"{self.path} is no directory of this user alone")
+
+
+def folders_of_run(own: Path) -> list[CopiesFolder]:
+    """Return the folders of all ranks of a run on this machine, whatever their number; the rank's
+    own first.
+
+    Args:
+        own: path of the rank's own folder.
+    """
+    mine = _NAME.fullmatch(own.name)
+    assert mine is not None
+    found = sorted(own.parent.glob(f"checknrun-{mine[1]}-{mine[2]}-*of*.copies"))
+    found.sort(key=lambda path: path != own)
+    return [folder for folder in map(CopiesFolder, found) if folder.is_safe]

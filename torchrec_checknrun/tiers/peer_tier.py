@@ -82,7 +82,11 @@ class PeerTier:
         Raises:
             OSError: the place can't be written to.
         """
-        return IncomingCopy(self._folder / id / self._file)
+        return IncomingCopy(self.path(id))
+
+    def path(self, id: str) -> Path:
+        """Return where the copy of a checkpoint's file is, or would be."""
+        return self._folder / id / self._file
 
     def newest(self) -> Version | None:
         """Return the newest checkpoint of which there is a copy; see ``Tier``."""
@@ -112,7 +116,7 @@ class PeerTier:
     def read(self, id: str, at: int, size: int) -> bytes:
         """Return bytes of a copy; zeros in place of those that are gone, which checksums find."""
         try:
-            with (self._folder / id / self._file).open("rb", buffering=0) as file:
+            with self.path(id).open("rb", buffering=0) as file:
                 file.seek(at)
                 return file.read(size).ljust(size, b"\0")
         except OSError:

@@ -9,7 +9,6 @@ All of this is an extra: whatever fails here, a checkpoint is committed, and a r
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,15 +20,13 @@ from torchrec_checknrun.memory.partial import PeerCopies
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.shared_memory.space import require_space
-from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder
 from torchrec_checknrun.tiers.exchange import Move, exchange
+from torchrec_checknrun.tiers.outgoing import OutgoingCopies, logger
 from torchrec_checknrun.tiers.peer_tier import IncomingCopy, PeerTier
 from torchrec_checknrun.tiers.placement import holders, machine_of
 from torchrec_checknrun.tiers.tier import NotHeld
-
-logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 
 class Own(NamedTuple):
@@ -84,7 +81,7 @@ def make_peers(
     return Peers(CopiesFolder(image.path), own, holders(machines), most, ranks, background)
 
 
-class Peers:
+class Peers(OutgoingCopies):
     """The copies of this rank's files, and those of others that it holds.
 
     Args:
@@ -103,35 +100,17 @@ class Peers:
         ranks: Ranks,
         background: Ranks,
     ) -> None:
-        self.folder = folder
-        self._own, self._holders, self._most = own, holder_of, most
+        super().__init__(
+            folder,
+            ranks.rank,
+            full_bytes=own[ranks.rank].bytes,
+            most=most,
+            missing="peer copies are missing, and would be read from the storage",
+        )
+        self._own, self._holders = own, holder_of
         self._ranks, self._background = ranks, background
-        self._rank = ranks.rank
-        self._id = ""
-        self._chain: tuple[str, ...] = ()
-        self._told = False
 
     # ------------------------------------------------------------------ saving
-
-    def begin(self, id: str, chain: Sequence[str]) -> None:
-        """Note the checkpoint that is about to be written, in the training thread.
-
-        Args:
-            chain: ids of those that it builds on.
-        """
-        self._id, self._chain = id, tuple(chain)
-
-    @property
-    def copy_to(self) -> CopyTo:
-        """Where this rank's file goes while it is written."""
-        try:
-            path = self.folder.new_outgoing(self._rank, self._id)
-            # What a full checkpoint takes, as far as the budget goes.
-            require_space(path.parent, min(self._most, self._own[self._rank].bytes))
-        except (OSError, ImagesRefused) as error:
-            self._tell(f"there is no room for this rank's: {error}")
-            return NO_COPY
-        return CopyTo(str(path), self._most)
 
     def committed(self, manifest: Manifest) -> None:
         """Send the copy of a committed checkpoint to its holder; a collective of the background."""
@@ -275,12 +254,6 @@ class Peers:
         if copy is not None:
             copy.keep()
         return copy is not None
-
-    def _tell(self, why: str) -> None:
-        """Say once why there are no copies."""
-        if not self._told:
-            self._told = True
-            logger.warning("peer copies are missing, and would be read from the storage: %s", why)
 
 
 def _write(

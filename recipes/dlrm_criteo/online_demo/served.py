@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from recipes.dlrm_criteo.job import start_script
 from recipes.dlrm_criteo.samples import Samples
 
 _HOST = "127.0.0.1"
@@ -52,15 +51,7 @@ class Server:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._log = run_dir / "server.log"
         self.port = _free_port()
-        self._output = self._log.open("ab")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *overrides, f"port={self.port}"],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            start_new_session=True,  # Ctrl-C goes to the demo, which ends it
-        )
+        self._process = start_script(module, *overrides, f"port={self.port}", log=self._log)
         self.pid = self._process.pid
         self._connections = threading.local()
 
@@ -79,7 +70,6 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._output.close()
 
     def predict(self, samples: Samples) -> Answer:
         """Ask for the probabilities of clicks."""

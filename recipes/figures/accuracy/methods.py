@@ -24,6 +24,8 @@ BUDGETS = (3, 4, 8)
 """Fixed widths whose bytes importance-weighted rows may take; 2 bit leave no choice."""
 STEPS = (2, 3, 4)
 """Bits of a value that a full checkpoint takes with rows' own steps, from which links start."""
+LOSSES = (1e-4, 1e-5)
+"""Relative changes of the loss that a restore may cost, by which links choose their steps."""
 MARGIN = 0.99
 """Part of those bytes to use: the rows of later checkpoints are unknown when the budget is chosen.
 """
@@ -60,6 +62,18 @@ def _importance(bits: int, job: SmallJob) -> Quantization:
     return Quantization(method="importance", mean_bits=budget, exact_below_rows=0)
 
 
+def _of_loss(loss: float, job: SmallJob) -> Quantization:
+    reader = job.reader
+    return Quantization(
+        method="delta",
+        loss=loss,
+        current_loss=job.loss(),
+        total_steps=reader.position // reader.global_batch,
+        batch_size=reader.global_batch,
+        exact_below_rows=0,
+    )
+
+
 METHODS: tuple[Method, ...] = (
     Method("noise 1e-07", None, 1e-7),
     Method("exact", _stored()),
@@ -79,6 +93,7 @@ METHODS: tuple[Method, ...] = (
         Method(f"delta {bits} bit, log8", _stored(method="delta", mean_bits=bits, optimizer="log8"))
         for bits in STEPS
     ),
+    *(Method(f"delta loss {loss:.0e}", partial(_of_loss, loss)) for loss in LOSSES),
 )
 """All that can be compared. ``noise``: the floor, a change without a meaning. ``exact`` must not
 change anything, and so proves that the pairs match.

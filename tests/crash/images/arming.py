@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -59,6 +60,8 @@ def _in_backward(delay: float, is_due: Callable[[], bool], fire: Callable[[], No
     victim = os.getpid()
     if os.fork() == 0:
         os.close(writing)
+        with suppress(OSError):  # as root: on a busy machine others would delay the kill
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         if os.read(reading, 1):
             end = time.perf_counter() + delay
             while time.perf_counter() < end:

@@ -27,7 +27,7 @@ from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
 from tests.distributed.states import local_parts
 from torchrec_checknrun import Checkpointer, Consecutive, Images, PartialRecovery, PerRank
 
-ROWS = 60_000
+ROWS = 30_000
 TABLES = (
     TableSpec("parts", ROWS, 32, ("f0",)),
     TableSpec("first", ROWS, 16, ("f1", "f0")),

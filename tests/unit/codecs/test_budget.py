@@ -17,7 +17,7 @@ from torchrec_checknrun.save.plan import survey
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 
-pytestmark = pytest.mark.usefixtures("each_kernel")
+pytestmark = pytest.mark.usefixtures("either_kernel")
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -16,7 +16,7 @@ from torchrec_checknrun.codecs import Method, Rowwise
 from torchrec_checknrun.codecs.kernel import encode_rows
 from torchrec_checknrun.codecs.rowwise import BINS, FLAT, RATIOS, SAMPLE_ROWS, choose_greedy
 
-pytestmark = pytest.mark.usefixtures("each_kernel")
+pytestmark = pytest.mark.usefixtures("either_kernel")
 
 NARROW = (2, 3, 4)
 

@@ -34,7 +34,7 @@ from torchrec_checknrun.codecs import (
 )
 from torchrec_checknrun.errors import UnsupportedFormat
 
-pytestmark = pytest.mark.usefixtures("each_kernel")
+pytestmark = pytest.mark.usefixtures("either_kernel")
 
 SEEDS = st.integers(0, 2**32 - 1)
 BUDGETS = st.one_of(st.sampled_from([2.0, 4.0, 8.0]), st.floats(2, 8))

@@ -30,7 +30,7 @@ from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.codecs import Rowwise, codec_from_spec
 from torchrec_checknrun.codecs.limits import LEAST_RANGES
 
-pytestmark = pytest.mark.usefixtures("each_kernel")
+pytestmark = pytest.mark.usefixtures("either_kernel")
 
 SEEDS = st.integers(0, 2**32 - 1)
 DIMS = st.one_of(st.integers(1, 70), st.integers(1, 512))

@@ -19,7 +19,7 @@ from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 from torchrec_checknrun.values.state import encode_state
 
-pytestmark = pytest.mark.usefixtures("each_kernel")
+pytestmark = pytest.mark.usefixtures("either_kernel")
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 STATE_DTYPES = [*DTYPES, torch.int64, torch.int32]

@@ -15,7 +15,7 @@ from tests.unit.format.shards import encode, make_shard, stored
 from torchrec_checknrun.codecs import Codec, Exact, Rowwise
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedFormat
 
-pytestmark = pytest.mark.usefixtures("each_kernel")
+pytestmark = pytest.mark.usefixtures("either_kernel")
 
 
 def example(codec: Codec | None = None) -> tuple[dict[str, Any], bytes]:

@@ -21,6 +21,7 @@ from torchrec_checknrun import (
     Consecutive,
     EverySeconds,
     Full,
+    HostCopies,
     Images,
     Intermittent,
     OneShot,
@@ -234,6 +235,12 @@ class TestCheckNRun:
         overrides = ("checkpoint.root=x", "checkpoint.images=true")
         arguments = made("checkpoint=check_n_run", *overrides).arguments
         assert arguments["survive"] == Images()
+
+    def test_host_copies_are_one_key(self) -> None:
+        overrides = ("checkpoint=check_n_run", "checkpoint.root=x", "checkpoint.host_copies=true")
+        assert made(*overrides).arguments["survive"] == HostCopies()
+        with pytest.raises(InstantiationException, match="give one of them"):
+            made(*overrides, "checkpoint.images=true")
 
     def test_peer_copies_are_one_key(self) -> None:
         recovery = ("checkpoint.root=x", "checkpoint.images=true", "checkpoint.max_pls=0.1")

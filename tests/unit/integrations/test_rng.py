@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.crash.save_sweep import alone
-from tests.distributed.small_job import Workers
 from torchrec_checknrun import Checkpointer, PerRank, RngState
 
 
@@ -49,25 +47,6 @@ def test_a_restore_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
 
 def test_is_declared_per_rank() -> None:
     assert isinstance(RngState(), PerRank)
-
-
-def on_ranks(root: str, save: bool) -> list[float]:
-    torch.manual_seed(dist.get_rank())
-    with saver(Path(root)) as checkpointer:
-        if save:
-            checkpointer.save()
-        else:
-            checkpointer.restore()
-        return drawn()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_other_numbers_of_ranks(workers: Workers, tmp_path: Path, ranks: int) -> None:
-    saved = workers(2).run(on_ranks, root=str(tmp_path), save=True)
-    first, second = (workers(ranks).run(on_ranks, root=str(tmp_path), save=False) for _ in range(2))
-    assert first == second
-    assert len({tuple(numbers) for numbers in first}) == ranks
-    assert (first == saved) == (ranks == 2)
 
 
 def test_states_merged_twice_stay_apart(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from tests.distributed.models import Job
 from tests.distributed.states import gather
 from tests.unit.run.jobs import checkpointer, make_job, train
 from tests.unit.run.lives import Lives, by_images, differences, image_of, undisturbed
-from torchrec_checknrun import Checkpointer, Images
+from torchrec_checknrun import Checkpointer, HostCopies, Images
 from torchrec_checknrun.errors import ImagesRefused, ModelPartlyRestored
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.shard_memory import ShardMemory
@@ -182,7 +182,7 @@ def test_what_can_t_have_images_is_refused(tmp_path: Path) -> None:
     job = make_job()
     with pytest.raises(ImagesRefused, match="can't be used for images"):
         checkpointer(tmp_path / "a", job, survive=Images(folder=str(tmp_path / "missing")))
-    with pytest.raises(ValueError, match=r"survive must be Images\(\) or None"):
+    with pytest.raises(ValueError, match=r"survive must be Images\(\), HostCopies\(\) or"):
         checkpointer(tmp_path / "b", job, survive=True)
     with (
         checkpointer(
@@ -194,6 +194,9 @@ def test_what_can_t_have_images_is_refused(tmp_path: Path) -> None:
     for wrong in ({"folder": "shm"}, {"most_state_bytes": 0}, {"keep_hours": -1}):
         with pytest.raises(ValueError, match="survive: "):
             Images(**wrong)
+    for wrong in ({"folder": "shm"}, {"most_bytes": 0}, {"keep_hours": -1}):
+        with pytest.raises(ValueError, match="survive: "):
+            HostCopies(**wrong)
 
 
 def test_two_at_once_in_one_root_are_refused(lives: Lives, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_pruning_keeps_the_copy_that_a_kept_link_needs() -> None:
     assert copy.id in verdict.keep
 
 
-@settings(max_examples=examples(300, quick=40), deadline=None)
+@settings(max_examples=examples(300, quick=20), deadline=None)
 @given(
     kinds=st.text("Flll", min_size=1, max_size=8),
     copied=st.sets(st.integers(0, 7)),

@@ -49,7 +49,7 @@ def followers(root: Path) -> dict[tuple[int | None, int], Follower]:
 
 @pytest.mark.parametrize(
     ("sharding", "bits"),
-    some_of(product(["row_wise", "column_wise"], [None, 8, 4, 3, 2]), 0, 2, 8),
+    some_of(product(["row_wise", "column_wise"], [None, 8, 4, 3, 2]), 0, 8),
 )
 def test_every_checkpoint_as_if_built_from_it(
     tmp_path: Path, bits: int | None, sharding: str

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import examples
 from torchrec_checknrun.errors import CheckNRunError, CheckpointExists, CorruptCheckpoint
 from torchrec_checknrun.root.deletion import delete_checkpoint
 from torchrec_checknrun.save.process import _open
@@ -185,7 +186,7 @@ def test_a_link_planted_meanwhile_does_no_harm(
                 os.symlink(outside / what, path / what)
 
     with attacker(plant):
-        for number in range(60):
+        for number in range(examples(60)):
             folder = root / f"seq-{number:06d}_step-00000001_0badcafe"
             with suppress(CheckNRunError, OSError):
                 folder.create()

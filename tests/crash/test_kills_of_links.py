@@ -1,0 +1,71 @@
+"""Kills in every phase of saves that store rows as differences to the last checkpoint.
+
+Each restart checks the digest of all rows that it puts together against the manifest. A run that
+was killed is not that of another, bit for bit, since each restore rounds its rows to their steps:
+in the end its own rows are compared with those of its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.dlrm_criteo import final_state
+from recipes.dlrm_criteo.final_state import Comparison
+from recipes.dlrm_criteo.job import Job
+from tests.crash.test_kills import OVERRIDES, sweep_phases
+
+STEP = 2.0**-12
+"""Of a row with a gradient of one; a row that lacks an update differs by far more."""
+LINKS = ("checkpoint.method=delta", f"checkpoint.step={STEP}")
+
+
+@pytest.mark.slow  # always run: tests/campaign kills runs of differences, too
+@pytest.mark.timeout(1800)
+def test_every_phase_on_each_rank_and_on_both(tmp_path: Path) -> None:
+    assert not sweep_kills(tmp_path)
+
+
+def sweep_kills(directory: Path) -> list[str]:
+    """Run the job through a kill in every phase; return what was lost."""
+    run, lost = sweep_phases(directory, LINKS)
+    restored = directory / "restored"
+    settings = [*OVERRIDES, *LINKS, "checkpoint.keep=2", f"trainer.final_state={restored}"]
+    with Job(directory, settings) as job:
+        *_, start = (event for event in job.events() if event["event"] == "start")
+    if start["restored"]["id"] != run.checkpoints[-1]["id"]:
+        lost.append(f"{run.checkpoints[-1]['id']} was the newest, {start['restored']} was restored")
+    if len(start["restored"]["chain"]) < 2:
+        lost.append("the newest checkpoint is no link")
+    return lost + beyond_a_step(run.final_state, restored)
+
+
+def beyond_a_step(live: Path, restored: Path) -> list[str]:
+    """Describe what differs in two final states, of rows by more than half a step."""
+    states = [final_state._load(path) for path in (live, restored)]
+    found = Comparison()
+    for part in ("progress", "dense"):
+        found.compare(f"{part} ", states[0][0][part], states[1][0][part])
+    a, b = (final_state._tables(state) for state in states)
+    assert a.keys() == b.keys()
+    for table in a:
+        rows, others = a[table].pop("weight").double(), b[table].pop("weight").double()
+        found.compare(f"table {table} ", a[table], b[table])
+        (sums,) = a[table].values()
+        apart = (rows - others).abs().amax(dim=1)
+        count = int((apart > _half_a_step(sums, rows)).sum())
+        if count:
+            found.add(f"{count} of {len(rows)} rows of {table} differ by more than half a step")
+    return found.differences
+
+
+def _half_a_step(sums: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Bound the error of each row: half the power of two next to ``STEP / sqrt(G)``, and its
+    rounding to fp32. Rows without a gradient so far are exact.
+    """
+    mean = sums.double().reshape(len(rows), -1).mean(dim=1)
+    steps = STEP * 2**0.5 / torch.where(mean > 0, mean, 1.0).sqrt()
+    rounding = 2.0**-24 * rows.abs().amax(dim=1)
+    return torch.where(mean > 0, steps / 2 * (1 + 2.0**-10) + rounding, 0.0)
