@@ -149,7 +149,8 @@ class DenseOptimizer:
             if wanted and not strict:
                 self._compare(parameter, set(map(str, wanted)), by_rows=table in tables)
             if parameter.key not in self._kept:
-                self._fit_parameter(parameter, of_key, bool(wanted), was_late, strict)
+                has_state = bool(wanted or tree_items(of_key))
+                self._fit_parameter(parameter, of_key, has_state, was_late, strict)
         found = nodes(self._state)
         groups = self._groups(found, list(self._parameters.of(found)))
         self._changed |= check_groups(self._saved_groups, groups, path, strict, tables)
@@ -158,7 +159,7 @@ class DenseOptimizer:
         made = {p.key: state for p in parameters if (state := p.state) is not None}
         content = self._content(self._state.state_dict(), parameters, made)
         left_out = self._kept | self._own().keys()
-        live = {k: v for k, v in content["state"].items() if k not in left_out}
+        live = {k: _fixed(v) for k, v in content["state"].items() if k not in left_out}
         live |= dict.fromkeys(self._own().keys() & saved.keys())
         # None: restored as stored, not into live tensors.
         return {**content, "state": live, **{name: None for name in _BESIDE if name in stored}}
@@ -356,6 +357,15 @@ class DenseOptimizer:
 
 def _first_state(parameter: Parameter) -> dict[str, Any] | None:
     return first_state(parameter.optimizer, parameter.group, parameter.parameter)
+
+
+def _fixed(state: Any) -> Any:
+    """Return a parameter's state to restore into, with None for lists, whose content may be of any
+    length and form (LBFGS's history): they are restored as stored.
+    """
+    if not isinstance(state, dict):
+        return state
+    return {name: None if isinstance(v, (list, tuple)) else v for name, v in state.items()}
 
 
 def _is_shown(state: Mapping[str, Any], shown: References) -> bool:

@@ -55,7 +55,7 @@ class HeldRestore:
             dict.fromkeys(held.trees, False),
             {name: {None: (name, tree)} for name, (tree, _) in held.trees.items()},
         )
-        owners = Owners({}, self.optimizers, objects=StateObjects(others))
+        owners = Owners({}, self.optimizers, objects=StateObjects(others), model=target.model)
         self._states = StateRestore(saved, live, {}, Fit(), owners)
         rows = {table: set(tensors) - {"weight"} for table, tensors in held.tables.items()}
         self._states.fit_optimizers({table: rows.get(table, set()) for table in tracked.tables})

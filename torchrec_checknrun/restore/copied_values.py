@@ -6,6 +6,7 @@ own ``load_state_dict``, and are checked afterwards to have taken the values.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.model.state_dict import StoredTables
 from torchrec_checknrun.model.tracked import TrackedModel
+
+_LIBRARIES = ("torch.nn.", "torch.distributed.", "torchrec.")
+"""Packages whose modules load no more than their state dicts have."""
 
 
 def copied(
@@ -61,6 +65,37 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
                 "not take it back: let state_dict() return parameters and buffers themselves, or "
                 "let load_state_dict() restore what it returns"
             )
+
+
+def require_taken(model: nn.Module | None, names: Collection[str | int]) -> None:
+    """Require that a model may load values that its state dict doesn't have now.
+
+    A user's own loading may make a buffer for them; that of the libraries leaves them out.
+
+    Args:
+        names: of the values, which only the checkpoint has.
+
+    Raises:
+        IncompatibleCheckpoint: the model would lose them; names one.
+    """
+    if not names or model is None or not all(map(_loads_plainly, model.modules())):
+        return
+    raise IncompatibleCheckpoint(
+        f"model.{min(map(str, names))} is in the checkpoint only: build the model as it was when "
+        "the checkpoint was saved (register buffers before the restore, as tensors, not as None), "
+        "or leave out what only the checkpoint has with strict=False"
+    )
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    kind = type(module)
+    hooks = (getattr(h, "hook", h) for h in module._load_state_dict_pre_hooks.values())
+    loads = (kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state, *hooks)
+    return "load_state_dict" not in vars(module) and all(map(_is_librarys, loads))
+
+
+def _is_librarys(function: object) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)
 
 
 def _locals(value: object) -> list[torch.Tensor]:

@@ -147,7 +147,11 @@ class _Attempts:
         self._optimizers = DenseStates(target.model, target.states, target.tracked)
         others = {n: state for n, state in target.states.items() if n not in self._optimizers}
         self._owners = Owners(
-            target.per_rank, self._optimizers, target.buffers, StateObjects(others)
+            target.per_rank,
+            self._optimizers,
+            target.buffers,
+            StateObjects(others),
+            target.model,
         )
         self._passed_over: list[str] = []
         self._unusable: set[str] = set()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.dense.state_objects import StateObjects
@@ -25,6 +26,7 @@ from torchrec_checknrun.model.state_dict import MODEL, StoredTables, write_whole
 from torchrec_checknrun.restore.blocks import SavedBlocks
 from torchrec_checknrun.restore.chunks import ChainContent
 from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
+from torchrec_checknrun.restore.copied_values import require_taken
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
 from torchrec_checknrun.values.state import Tree, is_sharded, tree_items
@@ -50,12 +52,14 @@ class Owners:
         buffers: the model's buffers of which each rank has its own.
         objects: state objects that are given whole what they saved; other states must fit the live
             ones.
+        model: the model, if more than its tables is restored.
     """
 
     merges: Mapping[str, Merge | None] = field(default_factory=dict)
     optimizers: DenseStates | None = None
     buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
     objects: StateObjects = field(default_factory=lambda: StateObjects({}))
+    model: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class StateRestore:
         self._fit = fit
         self._merges = dict(owners.merges)
         self._objects, self._optimizers = owners.objects, owners.optimizers
-        self._buffers = owners.buffers
+        self._buffers, self._model = owners.buffers, owners.model
         self._rank, self._world = 0, 1
         if dist.is_initialized():
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -278,6 +282,8 @@ class StateRestore:
             )
         covers, of_table = self._stored.covers, self._stored.name
         exact = self._optimizers is not None and name in self._optimizers
+        if name == MODEL:
+            require_taken(self._model, tree_items(tree).keys() - current.keys())
         check_state(current, tree, name, covers, of_table, exact)
 
     def _kept(self, current: Any, saved: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +193,24 @@ def test_nothing_stays_of_a_checkpointer_that_fails(
     assert hooks() == before
 
 
+class Quasi(torch.optim.LBFGS):
+    """Keeps all state with its first parameter, none of it by rows, and a history in lists."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01, max_iter=1)
+        self._numel()  # a cache
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure or (lambda: torch.tensor(1.0)))
+
+
 @pytest.mark.parametrize("nest", ["combined", "averaging"])
-def test_data_parallel_tables(tmp_path: Path, group: None, nest: str) -> None:
+@pytest.mark.parametrize("make", [looking, Quasi])
+def test_data_parallel_tables(
+    tmp_path: Path, group: None, nest: str, make: Callable[[Any], Optimizer]
+) -> None:
     """Save the rows of both optimizers' state with the tables."""
-    FACTORIES["lookahead"] = looking
+    FACTORIES["lookahead"] = make
     case = {"nest": nest, "factory": "lookahead"}
     try:
         both = layout("data_parallel", "row_wise", ranks=1)
