@@ -56,7 +56,7 @@ EXTRAS = {
     "recipes": [
         "rich>=13.7,<16",  # tables in the terminal
         "tensorboard>=2.16,<3",  # curves of a run
-        "torchmetrics==1.0.3",  # AUC and logloss; the version that TorchRec 1.8 insists on
+        "torchmetrics==1.0.3",  # TorchRec imports it, and 1.8 insists on this version
         "tqdm>=4.66,<5",  # progress bars
     ],
     "peers": [

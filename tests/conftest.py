@@ -10,9 +10,10 @@ import pytest
 from hypothesis import settings
 
 from tests.distributed.worker_pool import WorkerPool
+from tests.examples import examples
 
 # No test is about the time that an example takes, least of all beside others on a busy machine.
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient", deadline=None, max_examples=examples(100))
 settings.load_profile("patient")
 
 

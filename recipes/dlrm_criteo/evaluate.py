@@ -57,14 +57,14 @@ def auc(logits: torch.Tensor, labels: torch.Tensor) -> float | None:
     """Return the exact AUC; None where all labels, 0 or 1, are the same."""
     if labels.min() == labels.max():
         return None
-    # It loads matplotlib, a second of processor time: only where something is scored.
-    from torchmetrics.functional.classification import binary_auroc
-
-    # As ranks, since torchmetrics wants 0 to 1, and sigmoid() can make equal logits differ by a
-    # bit.
-    order = torch.unique(logits, return_inverse=True)[1].double() / len(logits)
-    found: float = binary_auroc(order, labels.long()).item()
-    return found
+    # By ranks (Mann-Whitney): equal logits share the mean of theirs. torchmetrics' function gives
+    # the same, and loads matplotlib, seconds of processor time in each process that scores.
+    _, places, counts = torch.unique(logits, return_inverse=True, return_counts=True)
+    ranks = counts.cumsum(0) - (counts - 1).double() / 2
+    clicked = labels > 0
+    clicks = int(clicked.sum())
+    above = ranks[places[clicked]].sum().item() - clicks * (clicks + 1) / 2
+    return above / (clicks * (len(labels) - clicks))
 
 
 def _gather(values: torch.Tensor) -> torch.Tensor | None:

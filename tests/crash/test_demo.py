@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,11 @@ def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(
     not ROWS.is_file(), reason=f"no Criteo rows in {ROWS}: set CRITEO_TSV to a TSV file"
 )
-def test_on_real_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_real_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ALL:
+        monkeypatch.setattr(demo, "TSV", replace(demo.TSV, steps=44, interval=10, kill_at=32))
     assert demo.main(["--data", str(ROWS), "--once", "--runs", str(tmp_path)]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.match(IMAGES if IMAGES_FIT else "DEMO OK: killed in step ", last)

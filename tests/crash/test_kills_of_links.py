@@ -19,7 +19,7 @@ from tests.crash.test_kills import OVERRIDES, sweep_phases
 
 STEP = 2.0**-12
 """Of a row with a gradient of one; a row that lacks an update differs by far more."""
-LINKS = ("checkpoint.method=delta", f"checkpoint.step={STEP}")
+LINKS = ("checkpoint.policy=consecutive", "checkpoint.method=delta", f"checkpoint.step={STEP}")
 
 
 @pytest.mark.slow  # always run: tests/campaign kills runs of differences, too

@@ -15,7 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.crash import preempted
+from tests.crash.save_sweep import alone
 from tests.distributed.forked import Forked
+from tests.distributed.on_write import build, differences
+from tests.distributed.states import gather
 from torchrec_checknrun.schedule.preemption import EXIT_CODE
 
 GIVES_UP_SECONDS = preempted.GRACE_SECONDS / 2
@@ -165,3 +168,16 @@ def test_torchrun_ends_the_others_when_one_has_died(tmp_path: Path) -> None:
     killed = float((tmp_path / "rank-1").read_text().split()[-1])
     assert ended - killed <= GIVES_UP_SECONDS
     assert (tmp_path / "rank-0").read_text() == "ready\n"
+
+
+def test_while_a_hook_waits(tmp_path: Path) -> None:
+    """Save once the hook goes on, within the grace time."""
+    root, log = tmp_path / "root", tmp_path / "log"
+    run = Forked("tests.crash.terminated", str(root), log=log)
+    assert run.wait(200) == 128 + signal.SIGTERM, log.read_text()
+    *_, trained = re.findall(r"^trained (\d+)$", log.read_text(), re.MULTILINE)
+    assert len(list(root.glob("*/manifest.json"))) == 2
+    with alone():
+        job = build()
+        job.train(int(trained))
+        assert differences(root, gather(job)) == []

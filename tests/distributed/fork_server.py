@@ -31,7 +31,7 @@ SERVERS = 2
 START_SECONDS = 240.0
 """For the imports, on a busy machine."""
 IMPORTED = (
-    *("pytest", "hypothesis", "torchrec_checknrun", "tests.distributed.zoo"),
+    *("pytest", "hypothesis", "tests.distributed.small_job", "tests.distributed.zoo"),
     "torch.distributed.optim",  # compiles TorchScript for a second, where TorchRec first needs it
 )
 PR_SET_PDEATHSIG = 1

@@ -199,8 +199,13 @@ def save_and_load_without_tracker(root: str, spec: dict[str, Any], plan: Plan, f
         assert references.differences(found, wanted, None) == []
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
-@pytest.mark.parametrize("form", ["flat", "nested", "with_optimizer"])
+@pytest.mark.parametrize(
+    ("form", "sharding"),
+    some_of(
+        itertools.product(["flat", "nested", "with_optimizer"], ["row_wise", "table_wise"]),
+        *(0, 3, 4),
+    ),
+)
 def test_without_a_tracker_every_save_is_full(
     workers: Workers, tmp_path: Path, form: str, sharding: str
 ) -> None:

@@ -71,7 +71,7 @@ def failing(root: str, policy: str, fails: list[bool], early: bool, packed: bool
 
 
 CASES = list(itertools.product([[True, False], [False, True], [True, True]], [False, True]))
-QUICK = {2: "one_shot", 3: "consecutive"}
+QUICK = {3: "consecutive"}
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,9 @@ def one_rank_gives_up(**arguments: Any) -> None:
     [
         all_at_the_last_step,
         one_rank_a_step_ahead,
-        one_rank_two_steps_ahead,
+        pytest.param(one_rank_two_steps_ahead, marks=pytest.mark.slow),
         one_rank_without,
-        one_rank_of_another_start,
+        pytest.param(one_rank_of_another_start, marks=pytest.mark.slow),
         one_rank_gives_up,
     ],
 )

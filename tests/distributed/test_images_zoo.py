@@ -204,7 +204,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "plan", "how"), some_of(CASES, 1, 6, 8, 12))
+@pytest.mark.parametrize(("kind", "plan", "how"), some_of(CASES, 1, 8, 12))
 def test_the_next_steps_are_those_of_an_undisturbed_run(
     kind: str, plan: str, how: str, workers: Workers, tmp_path: Path
 ) -> None:

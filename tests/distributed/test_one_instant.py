@@ -88,7 +88,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", some_of(sorted(LOOPS), 3, 4, 5, 11, 12, 13))
+@pytest.mark.parametrize("case", some_of(sorted(LOOPS), 3, 4, 11, 13))
 def test_plain_loop(workers: Workers, tmp_path: Path, case: str) -> None:
     arguments: dict[str, Any] = {
         "kind": "bags",

@@ -149,7 +149,7 @@ CHOICES: list[tuple[int, Options]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "options"), some_of(CHOICES, 1, 3), ids=str)
+@pytest.mark.parametrize(("ranks", "options"), some_of(CHOICES, 3), ids=str)
 def test_rows_and_maps_of_one_version(
     workers: Workers, tmp_path: Path, ranks: int, options: Options
 ) -> None:

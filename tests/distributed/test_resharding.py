@@ -79,7 +79,7 @@ MOVES: dict[str, tuple[dict[str, str], list[Change]]] = {
     ("case", "fused"),
     some_of(
         itertools.product(sorted(MOVES), ["rowwise_adagrad", "adagrad"]),
-        *(0, 4, 7),
+        *(4, 7),
     ),
 )
 def test_marks_move_with_their_rows(

@@ -57,8 +57,8 @@ def check_sequences(
 
 @pytest.mark.timeout(900)
 def test_nothing_is_lost(workers: Workers) -> None:
-    seen = check_sequences(workers, *((14, 77) if ALL else (5, 5)))
-    share = 1 if ALL else 1 / 4
+    seen = check_sequences(workers, *((14, 77) if ALL else (3, 1)))
+    share = 1 if ALL else 1 / 8
     # Neither kind is rare; lives that don't restore begin with a full one.
     assert seen["differential"] > 40 * share
     assert seen["full"] > 10 * share
@@ -163,7 +163,7 @@ def test_a_restore_while_rows_are_copied(workers: Workers) -> None:
     run.teardown()
 
 
-@pytest.mark.parametrize("sabotage", sorted(LOSES_PROTECTION))
+@pytest.mark.parametrize("sabotage", some_of(sorted(LOSES_PROTECTION), 0, 1, 3, 5))
 def test_lost_protection_is_found(workers: Workers, sabotage: str) -> None:
     # Ranks that are ahead of each other copy other dense values, which the save itself refuses.
     found = r"rows .* differ|state '\w+' .* differs between rank 0 and rank 1"
@@ -190,7 +190,7 @@ def test_a_full_one_when_it_pays(workers: Workers) -> None:
     assert (run.seen["full"], run.seen["differential"]) == (2, 4)
 
 
-@pytest.mark.parametrize("sabotage", sorted(DECIDES_WRONGLY))
+@pytest.mark.parametrize("sabotage", some_of(sorted(DECIDES_WRONGLY), 1, 2))
 def test_a_wrong_predictor_is_found(workers: Workers, sabotage: str) -> None:
     with pytest.raises(AssertionError, match="is differential to"):
         grow(Run(workers, sabotage=sabotage))

@@ -9,7 +9,7 @@ from tests.programs.resuming import compare, compare_bytes
 from tests.programs.variations import VARIATIONS
 
 OFTEN = {
-    *("WarmUpAndClippingInside", "GroupsByHand", "KernelsLag", "ReplayBuffer", "Normalised"),
+    *("WarmUpAndClippingInside", "KernelsLag", "ReplayBuffer"),
 }
 """The variations that each `make test` runs."""
 

@@ -62,7 +62,7 @@ def _importance(bits: int, job: SmallJob) -> Quantization:
     return Quantization(method="importance", mean_bits=budget, exact_below_rows=0)
 
 
-def _of_loss(loss: float, job: SmallJob) -> Quantization:
+def _of_loss(loss: float, optimizer: str, job: SmallJob) -> Quantization:
     reader = job.reader
     return Quantization(
         method="delta",
@@ -70,6 +70,7 @@ def _of_loss(loss: float, job: SmallJob) -> Quantization:
         current_loss=job.loss(),
         total_steps=reader.position // reader.global_batch,
         batch_size=reader.global_batch,
+        optimizer=optimizer,
         exact_below_rows=0,
     )
 
@@ -93,7 +94,8 @@ METHODS: tuple[Method, ...] = (
         Method(f"delta {bits} bit, log8", _stored(method="delta", mean_bits=bits, optimizer="log8"))
         for bits in STEPS
     ),
-    *(Method(f"delta loss {loss:.0e}", partial(_of_loss, loss)) for loss in LOSSES),
+    *(Method(f"delta loss {loss:.0e}", partial(_of_loss, loss, "fp32")) for loss in LOSSES),
+    *(Method(f"delta loss {loss:.0e}, log8", partial(_of_loss, loss, "log8")) for loss in LOSSES),
 )
 """All that can be compared. ``noise``: the floor, a change without a meaning. ``exact`` must not
 change anything, and so proves that the pairs match.

@@ -160,7 +160,7 @@ def test_the_largest_magnitudes(bits: int, method: str) -> None:
 
 @pytest.mark.parametrize(
     ("dim", "dtype"),
-    some_of(itertools.product([1, 2, 7, 16, 130], DTYPES), 0, 5, 7, 9, 14),
+    some_of(itertools.product([1, 2, 7, 16, 130], DTYPES), 0, 5, 14),
 )
 @pytest.mark.parametrize(("bits", "method"), ALL)
 def test_constant_rows_are_as_exact_as_scale_and_bias(
@@ -194,7 +194,7 @@ def test_zeros_beside_a_huge_outlier(bits: int, method: str, dim: int) -> None:
     assert bool(((back.double() - rows).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e-7, 1e-10, 1e-30, 3e-39])
+@pytest.mark.parametrize("scale", some_of([1e-6, 1e-7, 1e-10, 1e-30, 3e-39], 1, 4))
 @pytest.mark.parametrize(("bits", "method"), ALL)
 def test_a_block_of_tiny_rows_is_held_as_well_as_normal_rows(
     bits: int, method: str, scale: float

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.examples import some_of
 from tests.unit.chains import new_root
 from tests.unit.forgery import attack, example, seal
 from tests.unit.format.attacks import ATTACKS, Attack
@@ -50,7 +51,11 @@ def limited() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("limited")
-@pytest.mark.parametrize(("words", "change"), [a[1:] for a in ATTACKS], ids=[a[0] for a in ATTACKS])
+@pytest.mark.parametrize(
+    ("words", "change"),
+    some_of([attack[1:] for attack in ATTACKS], *range(0, len(ATTACKS), 2)),
+    ids=[attack[0] for attack in ATTACKS],
+)
 def test_attacks_are_refused(words: str, change: Attack) -> None:
     root, chain = new_root(), example()
     change(chain)

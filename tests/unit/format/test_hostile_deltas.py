@@ -201,6 +201,6 @@ def assert_found_by_digests(golden: Path, seed: int) -> None:
         assert same_bits(found.weight, wanted.weight)  # padding was changed, or nothing
 
 
-@pytest.mark.parametrize("seed", some_of(range(60), *range(0, 60, 4)))
+@pytest.mark.parametrize("seed", some_of(range(60), *range(0, 60, 8)))
 def test_random_payloads_are_refused_or_have_another_digest(seed: int) -> None:
     assert_found_by_digests(GOLDEN, seed)

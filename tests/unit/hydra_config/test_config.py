@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 import torchrec_checknrun
+from tests.examples import some_of
 from torchrec_checknrun import (
     AtEnd,
     Consecutive,
@@ -349,25 +350,28 @@ OPTIONS = ["check_n_run", "dcp", "dcp_async", "off"]
 
 @pytest.mark.parametrize(
     ("override", "named"),
-    [
-        ("checkpoint=chek_n_run", "chek_n_run"),
-        ("checkpoint=null_", "null_"),
-        *((f"checkpoint={option} checkpoint.evry_steps=5", "evry_steps") for option in OPTIONS),
-        *((f"checkpoint={option} checkpoint.every_steps=often", "often") for option in OPTIONS),
-        ("checkpoint=check_n_run checkpoint.every_steps=1.5", "1.5"),
-        ("checkpoint=check_n_run checkpoint.every_steps=often", "every_steps"),
-        ("checkpoint=check_n_run checkpoint.policy=oneshot", "oneshot"),
-        ("checkpoint=check_n_run checkpoint.policy=null", "policy"),
-        ("checkpoint=check_n_run checkpoint.bits=four", "four"),
-        ("checkpoint=check_n_run checkpoint.bits=4.5", "4.5"),
-        ("checkpoint=check_n_run checkpoint.bits=5", "5"),
-        ("checkpoint=check_n_run +checkpoint.tables={t0:{bits:6}}", "value '6'"),
-        ("checkpoint=check_n_run checkpoint.timeout_seconds=long", "long"),
-        ("checkpoint=check_n_run checkpoint.asynchronous=true", "asynchronous"),
-        ("checkpoint=dcp checkpoint.bits=8", "bits"),
-        ("checkpoint=dcp checkpoint.asynchronous=perhaps", "perhaps"),
-        ("checkpoint=off checkpoint.policy=full", "policy"),
-    ],
+    some_of(
+        [
+            ("checkpoint=chek_n_run", "chek_n_run"),
+            ("checkpoint=null_", "null_"),
+            *((f"checkpoint={option} checkpoint.evry_steps=5", "evry_steps") for option in OPTIONS),
+            *((f"checkpoint={option} checkpoint.every_steps=often", "often") for option in OPTIONS),
+            ("checkpoint=check_n_run checkpoint.every_steps=1.5", "1.5"),
+            ("checkpoint=check_n_run checkpoint.every_steps=often", "every_steps"),
+            ("checkpoint=check_n_run checkpoint.policy=oneshot", "oneshot"),
+            ("checkpoint=check_n_run checkpoint.policy=null", "policy"),
+            ("checkpoint=check_n_run checkpoint.bits=four", "four"),
+            ("checkpoint=check_n_run checkpoint.bits=4.5", "4.5"),
+            ("checkpoint=check_n_run checkpoint.bits=5", "5"),
+            ("checkpoint=check_n_run +checkpoint.tables={t0:{bits:6}}", "value '6'"),
+            ("checkpoint=check_n_run checkpoint.timeout_seconds=long", "long"),
+            ("checkpoint=check_n_run checkpoint.asynchronous=true", "asynchronous"),
+            ("checkpoint=dcp checkpoint.bits=8", "bits"),
+            ("checkpoint=dcp checkpoint.asynchronous=perhaps", "perhaps"),
+            ("checkpoint=off checkpoint.policy=full", "policy"),
+        ],
+        *(0, 2, 7, 10, 12, 15, 18, 20, 22),
+    ),
 )
 def test_what_is_misspelt_fails_at_compose(override: str, named: str) -> None:
     with pytest.raises(HydraException) as raised:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
+from tests.examples import some_of
 from tests.unit.entries import collisions_of, fields
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.entries import Facts
@@ -27,9 +29,13 @@ def owner(raw: int, ranks: int, ids: int) -> int:
     return raw // -(-ids // ranks) if ids else raw % ranks
 
 
-@pytest.mark.parametrize("ids", [0, 10, 240, 241, 242, 2**63 - 1])
-@pytest.mark.parametrize("saved", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("now", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize(
+    ("saved", "now", "ids"),
+    some_of(
+        product([1, 2, 3, 4, 6, 8], [1, 2, 3, 4, 6, 8], [0, 10, 240, 241, 242, 2**63 - 1]),
+        *range(0, 216, 5),  # all of each argument's values
+    ),
+)
 def test_against_every_raw_id(saved: int, now: int, ids: int) -> None:
     """Compare with every raw id: a row must be on the rank that gets the ids of that row."""
     if saved == now:

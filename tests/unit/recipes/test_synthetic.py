@@ -44,8 +44,8 @@ def digest() -> str:
 
 
 def test_same_in_every_process(workers: Workers) -> None:
-    """Two ranks have other seeds of hashes than this process, and than each other."""
-    assert workers(2).run(digest) == [digest()] * 2
+    """Another process has another seed of hashes."""
+    assert workers(1).run(digest) == [digest()]
 
 
 @settings(max_examples=examples(40), deadline=None)

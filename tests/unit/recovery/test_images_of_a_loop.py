@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.distributed.models import Job
+from tests.examples import some_of
 from tests.unit.run.jobs import make_job
 from torchrec_checknrun import Checkpointer, Images
 from torchrec_checknrun.native import has_extension
@@ -107,7 +108,7 @@ def saver_of(loop: Loop, root: Path, memory: Path | None, **options: Any) -> Che
     return Checkpointer(root, model=loop.job.model, state=loop.states, survive=survive, **options)
 
 
-@pytest.mark.parametrize("dies_after", [1, 2, 3, 5, 6, 7])
+@pytest.mark.parametrize("dies_after", some_of([1, 2, 3, 5, 6, 7], 0, 2, 4))
 def test_the_loop_goes_on_as_if_nothing_had_happened(tmp_path: Path, dies_after: int) -> None:
     wanted = Loop(seed=0)
     for _ in range(9):

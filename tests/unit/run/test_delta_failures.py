@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.models import Job
+from tests.examples import some_of
 from tests.unit.run.deltas import (
     Own,
     chain,
@@ -113,7 +114,7 @@ def damage(root: Path, checkpoint: str) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["cut", "missing", "swapped", "flipped"])
+@pytest.mark.parametrize("how", some_of(["cut", "missing", "swapped", "flipped"], 1, 3))
 def test_a_bad_link_leads_to_the_newest_whole_chain(tmp_path: Path, job: Job, how: str) -> None:
     made = chain(tmp_path, job, 4)
     assert all(manifest(tmp_path, name)["kind"] == "differential" for name, _ in made[1:])

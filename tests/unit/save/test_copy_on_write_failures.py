@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import _thread
 import os
-import re
 import signal
 import threading
 import time
@@ -20,7 +19,6 @@ from typing import Any
 import pytest
 
 from tests.crash.hanging import HangingStore
-from tests.distributed.forked import Forked
 from tests.distributed.on_write import (
     Held,
     build,
@@ -307,15 +305,3 @@ def test_more_saves_than_generations(tmp_path: Path, monkeypatch: pytest.MonkeyP
     saver.save()
     saver.close()
     assert differences(tmp_path, wanted) == []
-
-
-def test_sigterm_while_a_hook_waits(tmp_path: Path) -> None:
-    """Save once the hook goes on, within the grace time."""
-    root, log = tmp_path / "root", tmp_path / "log"
-    run = Forked("tests.unit.save.terminated", str(root), log=log)
-    assert run.wait(200) == 128 + signal.SIGTERM, log.read_text()
-    *_, trained = re.findall(r"^trained (\d+)$", log.read_text(), re.MULTILINE)
-    assert len(list(root.glob("*/manifest.json"))) == 2
-    job = build()
-    job.train(int(trained))
-    assert differences(root, gather(job)) == []

@@ -50,7 +50,7 @@ def memory(model: Any) -> torch.Tensor:
     return found.contiguous()
 
 
-@settings(max_examples=examples(200, quick=8), deadline=None)
+@settings(max_examples=examples(200, quick=5), deadline=None)
 @given(
     data=st.data(),
     rows=st.integers(1, 40),

@@ -177,7 +177,7 @@ def test_a_prediction_stays_on_the_version_that_it_began_with(tmp_path: Path) ->
     job.saver.close()
 
 
-@pytest.mark.parametrize("method", ["exact", "delta"])
+@pytest.mark.parametrize("method", some_of(["exact", "delta"], 1))
 def test_a_run_that_goes_on_from_compacted_copies(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from torchrec_checknrun.serve.load import Load
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROWS = 2000
 VERSIONS = 3
+THREADS = 2
 _QUESTIONS = [batch(seed, 20, ROWS) for seed in range(4)]
 
 
@@ -76,11 +77,11 @@ def publish(source: Path, target: Path) -> Iterator[None]:
 def wrong_answers(
     follower: Follower, answers: dict[str, list[torch.Tensor]], advance: Callable[[], None]
 ) -> tuple[list[str], int]:
-    """Predict in four threads while versions are applied; return what was wrong, and how many
+    """Predict in two threads while versions are applied; return what was wrong, and how many
     answers there were.
     """
     wrong: list[str] = []
-    counts = [0] * 4
+    counts = [0] * THREADS
     ends = threading.Event()
 
     def predict(number: int) -> None:
@@ -98,7 +99,7 @@ def wrong_answers(
             last = version.sequence
             counts[number] += 1
 
-    threads = [threading.Thread(target=predict, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=predict, args=(number,)) for number in range(THREADS)]
     with one_thread():
         for thread in threads:
             thread.start()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tests.examples import ALL
 from tests.unit.chains import Part, new_root, write
 from tests.unit.console import Console
 from tests.unit.root.commits import ROWS, commit
@@ -97,7 +98,7 @@ def test_every_flipped_bit_is_found_or_harmless(
     for file in (root / FOLDER).names():
         (quick / FOLDER).put(file, (root / FOLDER).read(file))
     data = (root / FOLDER).read(name)
-    for bit in range(8 * len(data)):
+    for bit in range(0, 8 * len(data), 1 if ALL else 3):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         (quick / FOLDER).put(name, bytes(flipped))

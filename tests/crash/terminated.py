@@ -1,6 +1,6 @@
 """Train into a hook that waits for memory, and get a SIGTERM meanwhile.
 
-Started by ``test_copy_on_write_failures`` with the root, in a process of its own.
+Started by ``test_sigterm`` with the root, in a process of its own.
 """
 
 from __future__ import annotations
