@@ -19,7 +19,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.root.chain import files_problem, parent_among, walk
+from torchrec_checknrun.root.chain import copy_among, files_problem, parent_among, walk
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.retention import abandoned_ids, is_pinned
 from torchrec_checknrun.store.folder import Folder
@@ -221,7 +221,10 @@ def _chain(head: Manifest, content: _Content) -> tuple[list[Manifest], str | Non
         why = f"can't be read: {problems[id]}" if id in problems else "is missing"
         raise ChainBroken(f"{child.id} needs {id}, which {why}")
 
+    def stand_in(child: Manifest) -> Manifest | None:
+        return copy_among(child, sound.values())
+
     try:
-        return list(walk(head, find))[::-1], None
+        return list(walk(head, find, stand_in))[::-1], None
     except ChainBroken as error:
         return [], str(error)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 from torchrec_checknrun.errors import (
     ChainBroken,
@@ -113,11 +114,11 @@ def parent_among(child: Manifest, known: Mapping[str, Manifest]) -> Manifest | N
         return None
     parent = known.get(child.parent.id)
     if parent is None or incompatibility(child, parent) is not None:
-        return _copy_among(child, known.values()) or parent
+        return copy_among(child, known.values()) or parent
     return parent
 
 
-def _copy_among(child: Manifest, known: Iterable[Manifest]) -> Manifest | None:
+def copy_among(child: Manifest, known: Iterable[Manifest]) -> Manifest | None:
     """Find a compacted copy that stands in for a checkpoint's parent."""
     if not child.deltas:
         return None
@@ -134,24 +135,39 @@ def _stands_in(child: Manifest, copy: Manifest) -> bool:
     return is_copy and bool(child.deltas) and copy.previous == child.parent
 
 
-def walk(head: Manifest, find: Callable[[Manifest, str], Manifest]) -> Iterator[Manifest]:
+def walk(
+    head: Manifest,
+    find: Callable[[Manifest, str], Manifest],
+    stand_in: Callable[[Manifest], Manifest | None],
+) -> Iterator[Manifest]:
     """Yield a checkpoint and those it builds on, newest first, each checked against its child.
 
     Args:
-        find: returns the manifest of a child's parent, given the child and the parent's id; what
-            it raises passes through.
+        find: returns the manifest of a child's parent, given the child and the parent's id; other
+            errors than ``ChainBroken`` pass through.
+        stand_in: returns a compacted copy of a child's parent, None without one: where the chain
+            is broken further down, the one of the oldest child that has one ends it.
 
     Raises:
-        ChainBroken: a checkpoint can't build on the one in its parent's place.
+        ChainBroken: a checkpoint is missing, or can't build on the one in its parent's place.
     """
-    yield head
-    while (link := head.parent) is not None:
-        parent = find(head, link.id)
-        problem = incompatibility(head, parent)
-        if problem is not None:
-            raise ChainBroken(problem)
-        yield parent
-        head = parent
+    path = [head]
+    while (link := path[-1].parent) is not None:
+        try:
+            parent = find(path[-1], link.id)
+            problem = incompatibility(path[-1], parent)
+            if problem is not None:
+                raise ChainBroken(problem)
+        except ChainBroken:
+            copy = stand_in(path[-1])
+            while copy is None and len(path) > 1:
+                path.pop()
+                copy = stand_in(path[-1])
+            if copy is None:
+                raise
+            parent = copy
+        path.append(parent)
+    yield from path
 
 
 def files_problem(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
@@ -196,25 +212,30 @@ def resolve(root: Folder, name: str) -> Chain:
                 return parent
         except CheckNRunError as error:
             lost = error
-        copy = _find_copy(root, child)
+        copy = stand_in(child)
         if copy is not None:
             return copy
         if lost is not None:
             raise ChainBroken(f"{child.id} needs {id}, which can't be used: {lost}") from lost
         return parent  # refused by walk()
 
+    names = cache(root.names)
+
+    def stand_in(child: Manifest) -> Manifest | None:
+        return _find_copy(root, names, child)
+
     head = read_manifest(root, name)
     check_sizes(root, head)
-    return Chain(tuple(walk(head, find))[::-1])
+    return Chain(tuple(walk(head, find, stand_in))[::-1])
 
 
-def _find_copy(root: Folder, child: Manifest) -> Manifest | None:
+def _find_copy(root: Folder, names: Callable[[], list[str]], child: Manifest) -> Manifest | None:
     """Find a whole compacted copy that stands in for a checkpoint's parent."""
     assert child.parent is not None
     lost = parse_id(child.parent.id)
     if lost is None or not child.deltas:
         return None
-    for name, id in parse_ids(root.names()).items():
+    for name, id in parse_ids(names()).items():
         if id.is_copy and id.sequence == lost.sequence:
             with suppress(CheckNRunError):
                 copy = read_manifest(root, name)

@@ -15,7 +15,7 @@ from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
 from torchrec_checknrun.format.checks import Record, Text, seal, unseal
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import CheckpointId, parse_ids
-from torchrec_checknrun.root.chain import parent_among, walk
+from torchrec_checknrun.root.chain import copy_among, parent_among, walk
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 
@@ -217,8 +217,11 @@ def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] 
             raise ChainBroken(f"{child.id} needs {id}")
         return parent
 
+    def stand_in(child: Manifest) -> Manifest | None:
+        return copy_among(child, by_id.values())
+
     try:
-        return list(walk(manifest, find))[1:]
+        return list(walk(manifest, find, stand_in))[1:]
     except ChainBroken:
         return None
 

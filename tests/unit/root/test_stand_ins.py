@@ -99,6 +99,17 @@ def test_pruning_keeps_the_copy_that_a_kept_link_needs() -> None:
     assert copy.id in verdict.keep
 
 
+def test_a_copy_stands_in_for_a_whole_link_without_a_baseline() -> None:
+    _, second, third = links("Fll")
+    copy = copy_of(second)
+    root = root_of([second, copy, third])
+    assert chains(root, [second.id, third.id]) == {second.id: (), third.id: (copy.id, third.id)}
+    (listed,) = (one for one in inventory(root).checkpoints if one.id == third.id)
+    assert (listed.status, listed.chain) == ("restorable", (copy.id, third.id))
+    prune(root, Retention(1))
+    assert chains(root, [third.id]) == {third.id: (copy.id, third.id)}
+
+
 @settings(max_examples=examples(300, quick=20), deadline=None)
 @given(
     kinds=st.text("Flll", min_size=1, max_size=8),
