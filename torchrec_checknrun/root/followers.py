@@ -124,5 +124,5 @@ def _read(folder: Folder, name: str) -> Reading | None:
     """Return a record; None if there is none that can be read."""
     try:
         return unseal(folder.read(name, 0, _MOST_BYTES + 1), Reading, _MOST_BYTES)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, CorruptCheckpoint):  # the last: no file, but a directory
         return None

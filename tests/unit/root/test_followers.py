@@ -113,6 +113,21 @@ def test_damaged_records_hold_nothing(tmp_path: Path) -> None:
     assert held_by_followers(root / "none", [old.id]) == set()
 
 
+@pytest.mark.parametrize("kind", ["directory", "link", "huge"])
+def test_what_is_no_record_hides_no_other(tmp_path: Path, kind: str) -> None:
+    root = Folder(tmp_path)
+    old = put(root, 1)
+    Announcement(root, old.id)
+    other = tmp_path / FOLDER / "0000000000000000.json"
+    if kind == "directory":
+        other.mkdir()
+    elif kind == "link":
+        other.symlink_to(other)
+    else:
+        other.write_bytes(bytes(1 << 20))
+    assert held_by_followers(root, [old.id]) == {old.id}
+
+
 def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Folder(tmp_path)
     old = put(root, 1)
