@@ -57,6 +57,16 @@ def test_a_silent_follower_holds_nothing_for_long(tmp_path: Path) -> None:
     assert held_by_followers(root, [old.id, new.id]) == set()
 
 
+def test_a_clock_that_is_ahead_outdates_no_other(tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    ahead, old, new = (put(root, number) for number in (1, 2, 3))
+    Announcement(root, ahead.id)
+    (record,) = records(tmp_path)
+    shift(record, 86_400)
+    Announcement(root, old.id)
+    assert held_by_followers(root, [ahead.id, old.id, new.id]) == {ahead.id, old.id}
+
+
 class Clock(SimpleNamespace):
     """The clock of a follower's process."""
 
