@@ -15,11 +15,16 @@ import torch
 from recipes.dlrm_criteo import final_state
 from recipes.dlrm_criteo.final_state import Comparison
 from recipes.dlrm_criteo.job import Job
-from tests.crash.test_kills import OVERRIDES, sweep_phases
+from tests.crash.test_kills import OVERRIDES, STEPS, sweep_phases
 
 STEP = 2.0**-12
 """Of a row with a gradient of one; a row that lacks an update differs by far more."""
-LINKS = ("checkpoint.policy=consecutive", "checkpoint.method=delta", f"checkpoint.step={STEP}")
+LINKS = (
+    "checkpoint.policy=consecutive",
+    "checkpoint.method=delta",
+    f"checkpoint.step={STEP}",
+    "checkpoint.at_end=true",  # else a last checkpoint that came too early would be left out
+)
 
 
 @pytest.mark.slow  # always run: tests/campaign kills runs of differences, too
@@ -37,6 +42,8 @@ def sweep_kills(directory: Path) -> list[str]:
         *_, start = (event for event in job.events() if event["event"] == "start")
     if start["restored"]["id"] != run.checkpoints[-1]["id"]:
         lost.append(f"{run.checkpoints[-1]['id']} was the newest, {start['restored']} was restored")
+    if start["step"] != STEPS:
+        lost.append(f"the newest checkpoint is of step {start['step']}, not of {STEPS}")
     if len(start["restored"]["chain"]) < 2:
         lost.append("the newest checkpoint is no link")
     return lost + beyond_a_step(run.final_state, restored)

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.partial_lives import Lives, bytes_read, differing, from_storage, of_tables
+from tests.distributed.models import Plan
+from tests.distributed.partial_lives import (
+    PLAN,
+    Lives,
+    bytes_read,
+    differing,
+    from_storage,
+    of_tables,
+)
 from tests.distributed.worker_pool import WorkerPool
 from tests.examples import some_of
 from tests.unit.run.deltas import delta, pieces
@@ -40,13 +48,16 @@ def rounded(lives: Lives) -> dict[str, bytes]:
     return found
 
 
-def go_back(folder: str, memory: str, lost: list[int], peers: bool) -> list[str]:
+def go_back(
+    folder: str, memory: str, lost: list[int], peers: bool, plan: Plan | None = None
+) -> list[str]:
     """Lose images at step 14, after a base of step 4 and links of 8 and 12; go on to step 20.
 
     Returns:
         Kinds of the checkpoints.
     """
-    lives = Lives(folder, memory, quantization=delta(), peers=PeerCopies() if peers else None)
+    copies = PeerCopies() if peers else None
+    lives = Lives(folder, memory, quantization=delta(), peers=copies, plan=plan)
     lives.begin()
     lives.saver.restore()
     lives.train(12)
@@ -86,3 +97,12 @@ def test_a_lost_rank_adds_links_up(
     links = ["full", "differential", "differential"]
     for kinds in workers(4).run(go_back, lost=lost, peers=peers, **where):
         assert kinds == [*links, "full", "differential"]
+
+
+def test_columns_of_a_peer_s_copy_are_not_the_whole_table(
+    where: dict[str, Any], workers: Workers
+) -> None:
+    """A digest is of all columns, and the copy of one rank's file tells of its own alone."""
+    plan = {**PLAN, "c.more": "column_wise:0,1"}
+    kinds = ["full", "differential", "differential", "full", "differential"]
+    assert workers(2).run(go_back, lost=[1], peers=True, plan=plan, **where) == [kinds, kinds]

@@ -200,7 +200,7 @@ def check_digests(
     that table.
 
     Args:
-        ranges: by table, the number of ranges of columns that are stored.
+        ranges: by table whose columns are all known, the number of ranges of them that are stored.
         counted: by rank, see ``LinkRestore.digests``.
 
     Raises:
@@ -212,7 +212,9 @@ def check_digests(
             known = sums.get(table, (0, 0))
             sums[table] = known[0] + digest, known[1] + rows
     for table, (digest, rows) in sums.items():
-        times, rest = divmod(rows, max(1, head.tables[table].rows * ranges.get(table, 1)))
+        if table not in ranges:
+            continue
+        times, rest = divmod(rows, max(1, head.tables[table].rows * ranges[table]))
         if rest or not times:
             continue
         said = head.deltas.get(table)

@@ -97,26 +97,28 @@ def held_by_followers(root: Folder, ids: Collection[str]) -> set[str]:
     """Return the checkpoints that followers are reading, the newest few.
 
     Args:
-        ids: of all checkpoints, of which the newest one's time is the least that it is now.
+        ids: of all checkpoints, of which the newest one's time counts as now.
     """
     folder = root / FOLDER
     found: dict[str, float] = {}
-    times = []
+    newest: float | None = None
     try:
         for name in folder.names():
             when = folder.modified(name)
             reading = _read(folder, name)
-            if when is not None and reading is not None:
-                times.append(when)
-                if reading.renewals <= MOST_RENEWALS and reading.id in ids:
-                    found[reading.id] = max(when, found.get(reading.id, when))
+            if when is None or reading is None or reading.renewals > MOST_RENEWALS:
+                continue
+            if reading.id in ids:
+                found[reading.id] = max(when, found.get(reading.id, when))
         if found:
             newest = (root / max(ids)).modified(MANIFEST_NAME)
-            times += [] if newest is None else [newest]
     except (OSError, CorruptCheckpoint) as error:
         logger.info("%s can't be read: no checkpoint is held for followers: %s", folder, error)
         return set()
-    fresh = [id for id, when in found.items() if max(times) - when <= HOLD_SECONDS]
+    if newest is None:
+        newest = max(found.values(), default=0.0)
+    # Not by the records' times: that of a clock that is ahead would outdate all others.
+    fresh = [id for id, when in found.items() if newest - when <= HOLD_SECONDS]
     return set(sorted(fresh, reverse=True)[:MOST_HELD])
 
 
@@ -124,5 +126,5 @@ def _read(folder: Folder, name: str) -> Reading | None:
     """Return a record; None if there is none that can be read."""
     try:
         return unseal(folder.read(name, 0, _MOST_BYTES + 1), Reading, _MOST_BYTES)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, CorruptCheckpoint):  # the last: no file, but a directory
         return None

@@ -57,6 +57,16 @@ def test_a_silent_follower_holds_nothing_for_long(tmp_path: Path) -> None:
     assert held_by_followers(root, [old.id, new.id]) == set()
 
 
+def test_a_clock_that_is_ahead_outdates_no_other(tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    ahead, old, new = (put(root, number) for number in (1, 2, 3))
+    Announcement(root, ahead.id)
+    (record,) = records(tmp_path)
+    shift(record, 86_400)
+    Announcement(root, old.id)
+    assert held_by_followers(root, [ahead.id, old.id, new.id]) == {ahead.id, old.id}
+
+
 class Clock(SimpleNamespace):
     """The clock of a follower's process."""
 
@@ -111,6 +121,21 @@ def test_damaged_records_hold_nothing(tmp_path: Path) -> None:
     record.write_bytes(record.read_bytes()[:-3])
     assert held_by_followers(root, [old.id]) == set()
     assert held_by_followers(root / "none", [old.id]) == set()
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "huge"])
+def test_what_is_no_record_hides_no_other(tmp_path: Path, kind: str) -> None:
+    root = Folder(tmp_path)
+    old = put(root, 1)
+    Announcement(root, old.id)
+    other = tmp_path / FOLDER / "0000000000000000.json"
+    if kind == "directory":
+        other.mkdir()
+    elif kind == "link":
+        other.symlink_to(other)
+    else:
+        other.write_bytes(bytes(1 << 20))
+    assert held_by_followers(root, [old.id]) == {old.id}
 
 
 def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
