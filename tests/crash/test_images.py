@@ -108,7 +108,7 @@ LACKS, DIFFERS = "chain lacks model/c.embedding_bags", "differs in model/c.embed
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        sabotaged("one_table_unjournaled", DIFFERS, "--backward", "4"),
+        sabotaged("one_table_unjournaled", DIFFERS, "--backward", "8"),
         sabotaged("state_not_written", "no images though step", "--backward", "2"),
         sabotaged("marks_not_pending", LACKS, "--uncommitted", "2"),
         sabotaged("unmarked", LACKS, "--moments", "2", slow=True),
