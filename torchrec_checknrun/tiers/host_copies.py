@@ -90,8 +90,8 @@ class HostFiles(OutgoingCopies):
     @property
     def readable(self) -> CopiedFolder:
         """The root of the checkpoints, read from the copies of all ranks on this machine."""
-        own: Path = self.folder.path
-        return CopiedFolder(self._root, [folder.kept_path for folder in folders_of_run(own)])
+        folders = folders_of_run(self.folder.path)
+        return CopiedFolder(self._root, [folder.kept_path for folder in folders])
 
     def close(self, over: bool) -> None:
         """End with these copies.

@@ -261,6 +261,7 @@ class Ours(System):
 
     Args:
         bits: None is exact.
+        method: of rows that are not of so many bits.
         optimizer: scheme of row-wise optimizer state.
         waiting: whether ``save`` returns when the checkpoint is durable.
         others: other options of ``Checkpointer``.
@@ -271,20 +272,22 @@ class Ours(System):
         job: Job,
         root: Path,
         *,
-        bits: int | None,
+        bits: int | None = None,
+        method: str | None = None,
         policy: str,
         optimizer: str = "fp32",
         waiting: bool = False,
         **others: Any,
     ) -> None:
         super().__init__(job, root)
+        chosen = {"bits": bits} if method is None else {"method": method}
         self.checkpointer = Checkpointer(
             root,
             model=job.model,
             retention=None,
             state={"optimizer": job.optimizer},
             policy=POLICIES[policy](),
-            quantization=Quantization(bits=bits, optimizer=optimizer),
+            quantization=Quantization(**chosen, optimizer=optimizer),
             callbacks=[lambda report: self.reports.append(report.to_json())],
             **others,
         )

@@ -26,9 +26,13 @@ from recipes.benchmarks.side_by_side.model import Job, Setting
 from recipes.benchmarks.side_by_side.store import superseded
 from recipes.benchmarks.side_by_side.systems import ASYNC, CASES, DCP, Case, Ours, System, ours
 
-ON_WRITE, COPY, BEST_ASYNC = "copy on write", "copy", "dcp.async_save"
+ON_WRITE, LINKS, COPY = "copy on write", "differences", "copy"
+BEST_ASYNC = "dcp.async_save"
+OURS = (ON_WRITE, LINKS, COPY)
+"""Those of this package, which have a model of their own, since training marks rows."""
 CASE: dict[str, Case] = {
     ON_WRITE: ours(4, "consecutive", staging="copy_on_write"),
+    LINKS: Case(LINKS, Ours, {"method": "delta", "policy": "consecutive"}),
     COPY: ours(4, "consecutive", staging="copy"),
     DCP: CASES[DCP],
     BEST_ASYNC: CASES[f"{ASYNC}, DTensor, shared stager"],
@@ -79,7 +83,7 @@ class _Turns:
 
     def __init__(self, name: str, job: Job, limits: Limits | None, folder: Path) -> None:
         self._job, self._limits = job, limits
-        self._trains = name == ON_WRITE
+        self._trains = name in (ON_WRITE, LINKS)
         self._root = folder / name.replace(" ", "_")
         self._system: System = CASE[name].make(job, self._root)
         self._system.save()  # touches memory that later ones find warm, and is the baseline
@@ -140,10 +144,8 @@ def measure(
 
 
 def _turns(setting: Setting, intervals: int, folder: Path) -> Iterator[tuple[str, _Turns]]:
-    """Make the modes. Those of this package have a model of their own, since training marks rows;
-    `dcp.save` shares the model of copy mode, which isn't trained.
-    """
-    for name in (ON_WRITE, COPY):
+    """Make the modes; `dcp.save` shares the model of copy mode, which isn't trained."""
+    for name in OURS:
         job = Job(setting)
         yield name, _Turns(name, job, Limits(job, folder, intervals), folder)
     yield DCP, _Turns(DCP, job, None, folder)

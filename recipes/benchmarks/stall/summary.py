@@ -10,11 +10,11 @@ from typing import Any
 from recipes.benchmarks.quiet import QUIET
 from recipes.benchmarks.side_by_side.targets import Target
 from recipes.benchmarks.stall.growth import Cut
-from recipes.benchmarks.stall.modes import COPY, ON_WRITE, Stall
+from recipes.benchmarks.stall.modes import LINKS, ON_WRITE, OURS, Stall
 
-CUT, WHOLE, GROWTH = 0.1, 0.35, 1.3
-"""Goals: the cut, and with all protection, in times of the gather; the cut's growth."""
-OURS = (ON_WRITE, COPY)
+CUT, WHOLE, GROWTH, LINKED = 0.1, 0.35, 1.3, 1.1
+"""Goals: the cut, and with all protection, in times of the gather; the cut's growth; the cut where
+rows are stored as differences, in times of the other."""
 _SUMS = ("cut", "protection", "longest", "memory", "row", "whole", "busy")
 
 
@@ -35,6 +35,7 @@ def summarize(
     }
     grown = median(large.cut / small.cut for small, large in growth)
     small, large = (f"{cut.rows / 1e6:.3g}" for cut in growth[0])
+    linked = median(of[LINKS].cut / of[ON_WRITE].cut for of in used)
     ours = modes[ON_WRITE]
     targets = [
         Target("copy on write's cut, times the bare gather", ours["cut_ratio"], CUT, True),
@@ -45,6 +46,7 @@ def summarize(
             GROWTH,
             True,
         ),
+        Target("the cut of differences, times that of rows of 4 bits", linked, LINKED, True),
     ]
     return {**found, "targets": [target.to_json() for target in targets]}
 
