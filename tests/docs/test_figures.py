@@ -60,18 +60,19 @@ def lc() -> list[str]:
     return found
 
 
-def accuracy() -> list[str]:
-    return [line for _, lines in tables(result("accuracy.json")) for line in lines]
+def accuracy(name: str) -> list[str]:
+    return [line for _, lines in tables(result(name)) for line in lines]
 
 
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        ("quantization_and_accuracy.md", accuracy()),
+        ("quantization_and_accuracy.md", accuracy("accuracy.json")),
+        ("quantization_and_accuracy.md", accuracy("accuracy_loss.json")),
         ("papers.md", overall()),
         ("papers.md", lc()),
     ],
-    ids=["accuracy", "overall", "lc"],
+    ids=["accuracy", "by the loss", "overall", "lc"],
 )
 def test_the_table_is_the_results(name: str, lines: list[str]) -> None:
     assert len(lines) >= 4
