@@ -18,8 +18,8 @@ from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.codecs.base import Refusal
 from torchrec_checknrun.format.row_values import EncodedRows
 from torchrec_checknrun.native import has_extension
-from torchrec_checknrun.serve import row_form
-from torchrec_checknrun.serve.row_form import RowForm
+from torchrec_checknrun.serve.inference import row_form
+from torchrec_checknrun.serve.inference.row_form import RowForm
 
 pytestmark = pytest.mark.skipif(
     not has_extension(), reason="the extension was not built: there was no compiler"

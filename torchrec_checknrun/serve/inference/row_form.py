@@ -100,7 +100,7 @@ class RowForm:
         return self._is_native and isinstance(codec, Rowwise)
 
     def of_encoded(self, rows: EncodedRows, at: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-        """Lay out chosen rows of a chunk that is encoded otherwise, without all their numbers in memory.
+        """Lay out chosen rows of a chunk that is encoded otherwise, a few at a time.
 
         Args:
             at: ``(n,)`` int64, sorted: positions in the chunk.
