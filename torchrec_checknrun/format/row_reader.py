@@ -43,7 +43,7 @@ class StoredRows:
         self.header = header
         n, cols = header.count, header.cols
         first, last = header.rectangle.row_start, header.rectangle.row_stop - 1
-        with self._refusing():
+        with self.refusing():
             self._sections = open_sections(header.sections, payload, n * (8 * cols + 64))
             self.ids = row_ids.decode(header.ids_encoding, next(self._sections), first, last, n)
         self._others: list[memoryview] | None = None
@@ -74,7 +74,7 @@ class StoredRows:
 
     def _open_weight(self) -> EncodedRows:
         header = self.header
-        with self._refusing():
+        with self.refusing():
             exceptions, exact = _exceptions(header, self._parts[1] if header.exceptions else b"")
             return EncodedRows(
                 codec=header.codec,
@@ -89,7 +89,7 @@ class StoredRows:
 
     def _open_states(self) -> dict[str, EncodedState]:
         header = self.header
-        with self._refusing():
+        with self.refusing():
             parts = self._parts[2 if header.exceptions else 1 :]
             return {
                 name: EncodedState(
@@ -106,7 +106,7 @@ class StoredRows:
 
     def select(self, chosen: np.ndarray) -> EncodedRows | None:
         """Return chosen rows' weights, still encoded; None if the codec can't separate rows."""
-        with self._refusing():
+        with self.refusing():
             return self.weight.select(chosen)
 
     def add_to(self, references: References, chosen: slice) -> None:
@@ -117,7 +117,7 @@ class StoredRows:
         assert isinstance(codec, Chained)
         at = self.ids[chosen] - references.rectangle.row_start
         positions = np.arange(chosen.start, chosen.stop)
-        with self._refusing():
+        with self.refusing():
             if not isinstance(references, codec.references):
                 raise ValueError(f"codec {codec.name!r} upon rows of another codec")
             before = references.gather(at) if header.is_link else None
@@ -130,12 +130,12 @@ class StoredRows:
         """Return the rows stored bit for bit; see ``codecs.chained.Chained.verbatim_rows``."""
         header, codec = self.header, self.header.codec
         assert isinstance(codec, Chained)
-        with self._refusing():
+        with self.refusing():
             return codec.verbatim_rows(self.weight.data, header.count, header.cols)
 
     def state(self, name: str, chosen: Chosen) -> torch.Tensor:
         """Decode chosen rows of an optimizer state, on the CPU."""
-        with self._refusing():
+        with self.refusing():
             return self.states[name].decode(chosen)
 
     def rows(self, chosen: Chosen | None = None) -> Rows:
@@ -178,7 +178,7 @@ class StoredRows:
             self._write_state(name, shard.optimizer[name], where, chosen)
 
     def _write_weights(self, weight: torch.Tensor, where: Chosen, chosen: Chosen) -> None:
-        with self._refusing():
+        with self.refusing():
             if _copied(self.weight, chosen, weight, where):
                 return
             if self.weight.write(chosen, weight, where):
@@ -191,11 +191,12 @@ class StoredRows:
             _put(memory, where, self.state(name, chosen))
 
     def _decoded(self, encoded: EncodedRows, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
-        with self._refusing():
+        with self.refusing():
             yield from encoded.blocks(chosen)
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def refusing(self) -> Iterator[None]:
+        """Turn errors of what decodes the chunk into ``CorruptCheckpoint``."""
         try:
             yield
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
