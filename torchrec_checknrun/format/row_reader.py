@@ -20,7 +20,7 @@ from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.chunk import open_sections
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState
-from torchrec_checknrun.native import Chosen, can_copy, copy_rows, part_of
+from torchrec_checknrun.native import Chosen, part_of, try_copy_rows
 from torchrec_checknrun.shards import LocalShard, Rows
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -211,19 +211,16 @@ def _copied(
 ) -> bool:
     """Copy chosen rows to rows of a tensor if stored as raw bytes of its dtype; return whether."""
     raw = rows.raw if memory.dtype == rows.dtype else None
-    if raw is None or not can_copy(raw, memory):
-        return False
-    copy_rows(raw, rows.count, chosen, memory, where)
-    return True
+    return raw is not None and try_copy_rows(raw, rows.count, chosen, memory, where)
 
 
 def _put(memory: torch.Tensor, where: Chosen, rows: torch.Tensor) -> None:
     """Overwrite rows of a tensor of any device and dtype."""
     if isinstance(where, slice):
         memory[where].copy_(rows)
-    elif memory.dtype == rows.dtype and can_copy(rows, memory):
-        copy_rows(rows, len(rows), slice(0, len(rows)), memory, where)
-    else:
+        return
+    whole = slice(0, len(rows))
+    if memory.dtype != rows.dtype or not try_copy_rows(rows, len(rows), whole, memory, where):
         memory.index_copy_(0, torch.from_numpy(where).to(memory.device), rows.to(memory))
 
 
