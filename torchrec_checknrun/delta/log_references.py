@@ -53,9 +53,9 @@ class LogReferences:
             codes: ``(n,)`` int16.
             before: those that ``gather`` returns now.
         """
-        self._codes[positions] = codes
-        change = codes.astype(np.int64) - before
+        change = codes.astype(np.int64) - before  # first: before may be a view of these
         change *= self._factors(positions)
+        self._codes[positions] = codes
         self.digest = (self.digest + int(change.sum())) % WORD
 
     def put_back(self, positions: np.ndarray, codes: np.ndarray) -> None:
