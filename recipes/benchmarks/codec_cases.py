@@ -27,9 +27,9 @@ from torchrec_checknrun.codecs import (
     Method,
     RowContext,
     Rowwise,
-    numpy_rows,
 )
 from torchrec_checknrun.codecs.base import WIDTHS
+from torchrec_checknrun.codecs.kernels import numpy_rows
 from torchrec_checknrun.codecs.kmeans import KMeans
 from torchrec_checknrun.codecs.row_state import STATE_SCHEMES, decode_row_state, encode_row_state
 from torchrec_checknrun.format import row_ids

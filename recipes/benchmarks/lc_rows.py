@@ -19,10 +19,10 @@ import torch
 
 from recipes.benchmarks.delta_cases import BYTE_SIZE, SPREADS, link_rows
 from torchrec_checknrun.codecs import LcCheckpoint
-from torchrec_checknrun.delta import lc_rows
+from torchrec_checknrun.delta.lc import rows as lc_rows
+from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.delta.rows import values_of
 from torchrec_checknrun.delta.transaction import Transaction
-from torchrec_checknrun.delta.value_references import ValueReferences
 from torchrec_checknrun.shards import Rectangle
 
 T = TypeVar("T")

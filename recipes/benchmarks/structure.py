@@ -2,10 +2,10 @@
 
 python -m recipes.benchmarks.structure [--json FILE]
 
-A room is a sub-package; modules beside the sub-packages are the slab and the doors, each a room of
-its own. Counted are files and lines of each room, imports that cross rooms, long and complex
-functions, and how often a save of one row, and a restore of a chain of two, call from one module,
-or from one room, into another.
+A room is a package below the top one; modules beside these packages are the slab and the doors,
+each a room of its own. Counted are files and lines of each room, imports that cross rooms, long and
+complex functions, and how often a save of one row, and a restore of a chain of two, call from one
+module, or from one room, into another.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,6 +41,7 @@ import torchrec_checknrun
 from torchrec_checknrun import Checkpointer, Consecutive
 
 PACKAGE = Path(torchrec_checknrun.__file__).parent
+SLAB = "(slab and doors)"
 LONG = 60
 COMPLEX = 12
 
@@ -82,8 +84,11 @@ def _caller(frame: FrameType | None) -> str:
     return ""
 
 
+@cache
 def _room(module: str) -> str:
-    return module.split(".")[1]
+    parts = module.split(".")[1:]
+    is_room = len(parts) == 1 or PACKAGE.joinpath(*parts).is_dir()
+    return ".".join(parts if is_room else parts[:-1])
 
 
 @contextmanager
@@ -103,8 +108,7 @@ def files(package: Path = PACKAGE) -> dict[str, dict[str, int]]:
     """Return files, lines and the longest file's lines of each room."""
     found: dict[str, dict[str, int]] = {}
     for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).parts
-        room = parts[0] if len(parts) > 1 else "(slab and doors)"
+        room = str(path.parent.relative_to(package)) if path.parent != package else SLAB
         lines = len(path.read_text().splitlines())
         of_room = found.setdefault(room, {"files": 0, "lines": 0, "longest": 0})
         of_room["files"] += path.name != "__init__.py"

@@ -36,7 +36,7 @@ from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import ZooBatch
 from tests.examples import some_of
 from torchrec_checknrun import Checkpointer, Follower, Publish
-from torchrec_checknrun.serve.names import plain
+from torchrec_checknrun.serve.inference.names import plain
 from torchrec_checknrun.serve.publish import publish
 
 Workers = Callable[[int], WorkerPool]

@@ -20,7 +20,7 @@ from tests.unit.run import deltas
 from tests.unit.run.jobs import make_job
 from tests.unit.run.lives import Lives
 from tests.unit.tracked_model import make_model
-from torchrec_checknrun.codecs import kernel
+from torchrec_checknrun.codecs.kernels import dispatch as kernel
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tracking import TrackedModel, track
 

@@ -22,11 +22,11 @@ from torchrec_checknrun.codecs.base import (
     select_rows,
 )
 from torchrec_checknrun.codecs.chained import Chained
-from torchrec_checknrun.delta import lc_rows
 from torchrec_checknrun.delta.grid import Grid
+from torchrec_checknrun.delta.lc import rows as lc_rows
+from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.delta.rows import values_of
-from torchrec_checknrun.delta.value_references import ValueReferences
 
 BITS = (2, 3, 4)
 """The paper's x that tables may have."""

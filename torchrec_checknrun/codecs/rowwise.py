@@ -39,7 +39,7 @@ from torchrec_checknrun.codecs.base import (
     output,
     require_size,
 )
-from torchrec_checknrun.codecs.kernel import decode_rows, encode_rows
+from torchrec_checknrun.codecs.kernels.dispatch import decode_rows, encode_rows
 
 T = TypeVar("T", bound=float)
 

@@ -18,7 +18,8 @@ from torchrec_checknrun.root.checkpoints import (
 from torchrec_checknrun.root.counting import counting_ids, highest_epoch
 from torchrec_checknrun.root.lineage import Lineage, Proposal, last_number, note_number
 from torchrec_checknrun.root.policy import Policy
-from torchrec_checknrun.root.prune import Pruned, Pruner, prune
+from torchrec_checknrun.root.prune import Pruned, prune
+from torchrec_checknrun.root.pruner import Pruner
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import Claim, Holder, latest_claim

@@ -21,7 +21,7 @@ from torchrec_checknrun.format.reader import (
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.restore.chunks import table_problems
 from torchrec_checknrun.root.chain import Chain
-from torchrec_checknrun.serve.collisions import joined
+from torchrec_checknrun.serve.inference.collisions import joined
 from torchrec_checknrun.serve.plan import Plan
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import MODEL, read_dense

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.row_sets import DoneRows
-from torchrec_checknrun.serve.replica import Replica
+from torchrec_checknrun.serve.inference.replica import Replica
 from torchrec_checknrun.serve.version import Version
 
 _BLOCK_BYTES = 1 << 20

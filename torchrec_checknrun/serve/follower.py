@@ -24,10 +24,10 @@ from torchrec_checknrun.root.followers import announced
 from torchrec_checknrun.serve.alone import require_alone
 from torchrec_checknrun.serve.content import Content, Indexes
 from torchrec_checknrun.serve.copies import OneCopy, ReadersStay, TwoCopies
+from torchrec_checknrun.serve.inference.names import Names, match_names
 from torchrec_checknrun.serve.lag import Lag
 from torchrec_checknrun.serve.load import Load, Memory
 from torchrec_checknrun.serve.looking import start_looking
-from torchrec_checknrun.serve.names import Names, match_names
 from torchrec_checknrun.serve.pace import Pace
 from torchrec_checknrun.serve.plan import Glance, Plan, is_copy, plan
 from torchrec_checknrun.serve.version import Version

@@ -23,10 +23,10 @@ from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.serve.content import Content, RowChunk
 from torchrec_checknrun.serve.copies import Target
-from torchrec_checknrun.serve.names import Names
-from torchrec_checknrun.serve.replica import Replica
-from torchrec_checknrun.serve.row_form import RowForm
-from torchrec_checknrun.serve.tables import ServedTable
+from torchrec_checknrun.serve.inference.names import Names
+from torchrec_checknrun.serve.inference.replica import Replica
+from torchrec_checknrun.serve.inference.row_form import RowForm
+from torchrec_checknrun.serve.inference.tables import ServedTable
 from torchrec_checknrun.tools.links import TableLinks
 
 _BLOCK_BYTES = 1 << 18

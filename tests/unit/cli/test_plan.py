@@ -10,7 +10,7 @@ import pytest
 from tests.unit.console import Console
 from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.delta.grid_references import GridReferences
-from torchrec_checknrun.delta.value_references import ValueReferences
+from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.tools.forecast import POLICIES, Job, forecast
 

@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.unit.quantized_rows import decoded, fbgemm_decode, random_rows, relative_errors
 from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.codecs import Method, Rowwise
-from torchrec_checknrun.codecs.kernel import encode_rows
+from torchrec_checknrun.codecs.kernels.dispatch import encode_rows
 from torchrec_checknrun.codecs.rowwise import BINS, FLAT, RATIOS, SAMPLE_ROWS, choose_greedy
 
 pytestmark = pytest.mark.usefixtures("either_kernel")

@@ -28,7 +28,7 @@ from tests.unit.quantized_rows import (
 )
 from torchrec_checknrun.bitwidth import row_bytes
 from torchrec_checknrun.codecs import Rowwise, codec_from_spec
-from torchrec_checknrun.codecs.limits import LEAST_RANGES
+from torchrec_checknrun.codecs.kernels.limits import LEAST_RANGES
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
 

@@ -14,7 +14,7 @@ from torchrec_checknrun.delta.grid_references import GridReferences
 from torchrec_checknrun.delta.log_levels import MOST_CODE, NONE
 from torchrec_checknrun.delta.log_references import LogReferences
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.delta.value_references import ValueReferences
+from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.shards import Rectangle
 
 FIRST, ROWS, COLUMNS = 1000, 24, (2, 10)

@@ -17,7 +17,7 @@ from recipes.dlrm_criteo.samples import Samples
 from recipes.dlrm_criteo.serve import CONFIGS, inference_model
 from recipes.dlrm_criteo.serving.script import script
 from tests.examples import some_of
-from torchrec_checknrun.serve.kernels import find_kernels
+from torchrec_checknrun.serve.inference.kernels import find_kernels
 
 CROSS = "model.cross={_target_: recipes.dlrm_criteo.model.CrossNetwork, layers: 2, rank: 8}"
 

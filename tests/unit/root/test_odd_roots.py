@@ -23,7 +23,8 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.counting import counting_ids, is_newest
-from torchrec_checknrun.root.prune import Pruner, prune
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.pruner import Pruner
 from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.store import folder as filesystem
 from torchrec_checknrun.store.folder import Folder

@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.models import Job
 from tests.examples import some_of
-from tests.unit.delta.test_lc import plainly
+from tests.unit.delta.lc.test_buckets import plainly
 from tests.unit.run.deltas import (
     Tables,
     chain,

@@ -179,7 +179,7 @@ def test_rows_written_where_they_are_read_are_noticed(
 def test_one_copy_without_a_pause_is_noticed(
     published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchrec_checknrun.serve.tables import ServedTable
+    from torchrec_checknrun.serve.inference.tables import ServedTable
 
     monkeypatch.setattr(ServedTable, "put", slow_apply(ServedTable.put))
     monkeypatch.setattr(OneCopy, "show", show_at_once)

@@ -1,4 +1,4 @@
-"""One copy of an inference model: its tables, and the tensors of its dense part, by name."""
+"""Hold one copy of an inference model: its tables, and the tensors of its dense part, by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
-from torchrec_checknrun.serve.collisions import check_collisions
-from torchrec_checknrun.serve.kernels import find_kernels, refuse_frozen
-from torchrec_checknrun.serve.tables import (
+from torchrec_checknrun.serve.inference.collisions import check_collisions
+from torchrec_checknrun.serve.inference.kernels import find_kernels, refuse_frozen
+from torchrec_checknrun.serve.inference.tables import (
     KINDS,
     ServedTable,
     float_table,

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.delta import huffman, lc
+from torchrec_checknrun.delta import lc
+from torchrec_checknrun.delta.lc import huffman
 
 SEEDS = st.integers(0, 2**32 - 1)
 BITS = st.integers(lc.LEAST_BITS, lc.MOST_BITS)

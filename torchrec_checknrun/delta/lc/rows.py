@@ -1,8 +1,8 @@
 """Encode rows as LC-Checkpoint does, upon the values that their predecessors restore to.
 
-A link is what ``lc`` packs of all its values. Rows of a base stand alone: their bytes in the type
-of the table, or fp32 where that type would not give every bit back, as in a compacted copy of links
-to a table of bf16.
+A link is what ``buckets`` packs of all its values. Rows of a base stand alone: their bytes in the
+type of the table, or fp32 where that type would not give every bit back, as in a compacted copy of
+links to a table of bf16.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from torchrec_checknrun.delta import lc
 from torchrec_checknrun.delta.grid import Grid, Kind
+from torchrec_checknrun.delta.lc import buckets
+from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.delta.references import Note, References, Restored
-from torchrec_checknrun.delta.value_references import ValueReferences
 
 
 def encode_upon(
@@ -24,13 +24,13 @@ def encode_upon(
     weight: torch.Tensor,
     bits: int,
 ) -> tuple[torch.Tensor, Restored]:
-    """Encode rows upon their predecessors; see ``references.EncodeUpon`` and ``lc.encode``.
+    """Encode rows upon their predecessors; see ``references.EncodeUpon`` and ``buckets.encode``.
 
     Args:
         weight: ``(n, cols)`` of fp32, bf16 or fp16, on any device.
         bits: the paper's x.
     """
-    payload, after = lc.encode(weight, _values(references.gather(positions)), bits)
+    payload, after = buckets.encode(weight, _values(references.gather(positions)), bits)
     return keep(references, positions, note, values=after, payload=payload)
 
 
@@ -67,7 +67,7 @@ def apply(payload: torch.Tensor, rows: int, bits: int, before: Grid, chosen: np.
     whole = torch.zeros((rows, before.codes.shape[1]), dtype=torch.float32, device="cpu")
     at = torch.from_numpy(chosen)
     whole[at] = _values(before)
-    return rows_of(lc.decode(payload, whole)[at])
+    return rows_of(buckets.decode(payload, whole)[at])
 
 
 def alone(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.serve.tables import KINDS
+from torchrec_checknrun.serve.inference.tables import KINDS
 
 _LEFT_OUT = frozenset(
     {

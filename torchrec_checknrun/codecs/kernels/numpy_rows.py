@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from torchrec_checknrun.codecs.base import Method, Refusal
-from torchrec_checknrun.codecs.limits import (
+from torchrec_checknrun.codecs.kernels.limits import (
     CUTS,
     LEAST_RANGES,
     MOST_FLOAT,

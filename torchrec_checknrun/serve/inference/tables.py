@@ -18,8 +18,8 @@ from torch import nn
 
 from torchrec_checknrun.errors import UnsupportedTable
 from torchrec_checknrun.native import can_copy, copy_rows
-from torchrec_checknrun.serve.kernels import find_kernels
-from torchrec_checknrun.serve.row_form import RowForm
+from torchrec_checknrun.serve.inference.kernels import find_kernels
+from torchrec_checknrun.serve.inference.row_form import RowForm
 
 KINDS = ("embedding_bags", "embeddings")
 """Names of the parts of TorchRec's collections that hold tables."""

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.unit.delta.lc.test_buckets import plainly, weights
 from tests.unit.delta.plain import same_rows
-from tests.unit.delta.test_lc import plainly, weights
 from torchrec_checknrun.codecs import LcCheckpoint, RowContext
 from torchrec_checknrun.delta.digest import row_digests, total
 from torchrec_checknrun.delta.grid import Grid, Kind
+from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.delta.references import Upon
 from torchrec_checknrun.delta.rows import values_of
 from torchrec_checknrun.delta.transaction import Transaction
-from torchrec_checknrun.delta.value_references import ValueReferences
 from torchrec_checknrun.shards import Rectangle
 
 SEEDS = st.integers(0, 2**32 - 1)

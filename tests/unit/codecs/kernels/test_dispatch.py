@@ -26,8 +26,8 @@ from tests.unit.quantized_rows import (
     threads,
 )
 from torchrec_checknrun.bitwidth import row_bytes
-from torchrec_checknrun.codecs import kernel
 from torchrec_checknrun.codecs.base import Method
+from torchrec_checknrun.codecs.kernels import dispatch as kernel
 
 pytestmark = pytest.mark.skipif(
     not kernel.has_extension(), reason="the extension was not built: there was no compiler"

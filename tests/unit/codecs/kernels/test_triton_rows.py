@@ -16,8 +16,8 @@ import torch
 from tests.examples import ALL
 from tests.unit.quantized_rows import METHODS, WIDTHS, random_rows, spoil
 from torchrec_checknrun.bitwidth import row_bytes
-from torchrec_checknrun.codecs import kernel
 from torchrec_checknrun.codecs.base import Method
+from torchrec_checknrun.codecs.kernels import dispatch as kernel
 
 DIMS = (1, 13, 64) if ALL else (13,)
 
@@ -31,7 +31,7 @@ def errors(rows: torch.Tensor, encoded: torch.Tensor, bits: int) -> torch.Tensor
 
 def differences() -> dict[str, int]:
     """Count, by case, the rows that the two kernels encode or refuse differently."""
-    from torchrec_checknrun.codecs import triton_rows
+    from torchrec_checknrun.codecs.kernels import triton_rows
 
     found = {}
     for dim in DIMS:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrec_checknrun.delta import huffman
+from torchrec_checknrun.delta.lc import huffman
 
 LEAST_BITS, MOST_BITS = 1, 4
 _HEAD = struct.Struct("<BBI")

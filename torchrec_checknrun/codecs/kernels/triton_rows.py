@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs.base import Method, Refusal
-from torchrec_checknrun.codecs.limits import (
+from torchrec_checknrun.codecs.kernels.limits import (
     CUTS,
     LEAST_RANGES,
     MOST_FLOAT,
@@ -29,7 +29,7 @@ except ImportError as error:
         "in the version that this torch requires"
     ) from error
 
-from torchrec_checknrun.codecs.triton_grids import find_grid, nearest
+from torchrec_checknrun.codecs.kernels.triton_grids import find_grid, nearest
 
 _VALUES = 512
 """Values that one program encodes, unless a single row has more: at most one row per thread."""

@@ -38,7 +38,7 @@ def encode_rows(
     """
     refused = torch.empty(len(out), dtype=torch.uint8, device=rows.device)
     if rows.is_cuda:
-        from torchrec_checknrun.codecs.triton_rows import encode_rows as encode_on_device
+        from torchrec_checknrun.codecs.kernels.triton_rows import encode_rows as encode_on_device
 
         encoded = torch.empty(out.shape, dtype=torch.uint8, device=rows.device)
         encode_on_device(rows, ids, bits, int(method), num_bins, ratio, factor, encoded, refused)
@@ -49,7 +49,7 @@ def encode_rows(
             rows, ids, bits, int(method), num_bins, ratio, factor, out, refused, ""
         )
     else:
-        from torchrec_checknrun.codecs.numpy_rows import encode_rows as encode_plainly
+        from torchrec_checknrun.codecs.kernels.numpy_rows import encode_rows as encode_plainly
 
         encode_plainly(rows, ids, bits, int(method), num_bins, ratio, factor, out, refused)
     return refused
@@ -76,7 +76,7 @@ def decode_rows(
     if has_extension():
         torch.ops.checknrun.decode_rows(data, bits, factor, ids, out, "", positions)
     else:
-        from torchrec_checknrun.codecs.numpy_rows import decode_rows as decode_plainly
+        from torchrec_checknrun.codecs.kernels.numpy_rows import decode_rows as decode_plainly
 
         part = data if positions is None else data[positions]
         decode_plainly(part, bits, factor, ids, out)

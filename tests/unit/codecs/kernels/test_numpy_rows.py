@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.quantized_rows import fbgemm_encode
 from torchrec_checknrun.bitwidth import row_bytes
-from torchrec_checknrun.codecs import numpy_rows
 from torchrec_checknrun.codecs.base import Method, Refusal
+from torchrec_checknrun.codecs.kernels import numpy_rows
 from torchrec_checknrun.native import has_extension
 
 WIDTHS = (2, 3, 4, 8)

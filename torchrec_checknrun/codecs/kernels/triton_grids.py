@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from torchrec_checknrun.codecs.base import Method
-from torchrec_checknrun.codecs.limits import MOVES
+from torchrec_checknrun.codecs.kernels.limits import MOVES
 
 _ASYMMETRIC = tl.constexpr(int(Method.ASYMMETRIC))
 _SYMMETRIC = tl.constexpr(int(Method.SYMMETRIC))
