@@ -142,6 +142,16 @@ def copy_rows(
         memory[part_of(where, start, start + len(block))] = stored[block]
 
 
+def try_copy_rows(
+    source: torch.Tensor, rows: int, chosen: Chosen, target: torch.Tensor, where: Chosen
+) -> bool:
+    """Copy rows as ``copy_rows`` does if ``can_copy``; return whether, and copy none if not."""
+    if can_copy(source, target):
+        copy_rows(source, rows, chosen, target, where)
+        return True
+    return False
+
+
 class TensorPlaces:
     """Tells where tensors lie that are looked at every step, in one call for all of them.
 

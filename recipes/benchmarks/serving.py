@@ -15,14 +15,12 @@ the follower may use while requests are answered.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +35,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tqdm import tqdm
 
 from recipes.benchmarks.machine import describe
+from recipes.benchmarks.open_loop import Load, post
 from recipes.benchmarks.serving_table import markdown, put_into
 from recipes.dlrm_criteo.online_demo.served import Server
-from recipes.dlrm_criteo.samples import Samples
 from recipes.dlrm_criteo.train import CONFIGS, build
 from torchrec_checknrun import Checkpointer, Publish
 
@@ -51,7 +49,8 @@ SAMPLES = 16
 """In a request."""
 BAGS = 64
 """Samples of the training step that changes rows."""
-CLIENTS = 16
+CLIENTS = 4
+"""Of which each asks one question after the other, to find the server's capacity."""
 LOOK_SECONDS = 0.02
 """Between two questions for the version, in windows of both kinds."""
 PATIENCE_SECONDS = 120.0
@@ -111,53 +110,6 @@ class Publications:
         return Batch(torch.rand(BAGS, INT_FEATURE_COUNT), features, torch.ones(BAGS))
 
 
-@dataclass
-class Load:
-    """Requests whose times don't depend on the answers.
-
-    Attributes:
-        per_second: on average; the times are those of a Poisson process.
-        resting, applying: latencies in seconds, of the windows without and with publications.
-    """
-
-    server: Server
-    pool: ThreadPoolExecutor
-    questions: list[Samples]
-    per_second: float = 0.0
-    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
-
-    def find_capacity(self, seconds: float, clients: int) -> float:
-        """Return the answers a second that clients get who ask one question after the other."""
-        until = time.perf_counter() + seconds
-
-        def ask() -> int:
-            count = 0
-            while time.perf_counter() < until:
-                self.server.predict(self.questions[count % len(self.questions)])
-                count += 1
-            return count
-
-        return sum(f.result() for f in [self.pool.submit(ask) for _ in range(clients)]) / seconds
-
-    def ask_during(self, what: Callable[[Any], None], argument: float) -> list[float]:
-        """Ask at random times until a function returns; return the latencies, from when due."""
-        answers: list[Future[float]] = []
-        with ThreadPoolExecutor(1) as beside:
-            done = beside.submit(what, argument)
-            due = time.perf_counter()
-            while not done.done():
-                due += self.random.exponential(1 / self.per_second)
-                time.sleep(max(0.0, due - time.perf_counter()))
-                question = self.questions[len(answers) % len(self.questions)]
-                answers.append(self.pool.submit(self._ask, question, due))
-            done.result()
-        return [answer.result() for answer in answers]
-
-    def _ask(self, question: Samples, due: float) -> float:
-        self.server.predict(question)
-        return time.perf_counter() - due
-
-
 class Revealed:
     """Publications that a server is shown, one after the other."""
 
@@ -175,9 +127,9 @@ class Revealed:
                 path.rename(self._root / path.name)
         self.wait(self._base)
 
-    def show(self, count: int) -> None:
+    def show(self, count: float) -> None:
         """Reveal some, each once the one before is served."""
-        for _ in range(count):
+        for _ in range(int(count)):
             name = self._names[len(self.versions)]
             began = time.perf_counter()
             (self._hidden / name).rename(self._root / name)
@@ -218,23 +170,21 @@ def measure(
     run.root.rename(hidden)
     random = np.random.default_rng(2)
     questions = [
-        Samples(
-            random.random((SAMPLES, INT_FEATURE_COUNT)).astype(np.float32),
-            random.integers(0, run.rows, (SAMPLES, CAT_FEATURE_COUNT)),
-            np.zeros(SAMPLES, np.float32),
-        )
+        {
+            "dense": random.random((SAMPLES, INT_FEATURE_COUNT)).astype(np.float32).tolist(),
+            "ids": random.integers(0, run.rows, (SAMPLES, CAT_FEATURE_COUNT)).tolist(),
+        }
         for _ in range(64)
     ]
+    bodies = [json.dumps(question).encode() for question in questions]
     found = []
     for share in shares:
         run.root.mkdir()
         overrides = [f"model.scale={scale}", f"root={run.root}", "interval_seconds=0.05"]
-        with (
-            Server(folder / "server", [*overrides, f"share={share}"]) as server,
-            ThreadPoolExecutor(CLIENTS) as pool,
-        ):
+        with Server(folder / "server", [*overrides, f"share={share}"]) as server:
             revealed = Revealed(hidden, run.root, server)
-            load = Load(server, pool, questions)
+            requests = [post(server.host, server.port, "/predict", body) for body in bodies]
+            load = Load(server.host, server.port, requests)
             cases = compare(load, revealed, windows, shown)
         found.append({"share": share, "publication": _costs(costs, revealed), **cases})
         for path in run.root.iterdir():
@@ -246,8 +196,10 @@ def measure(
 def compare(load: Load, revealed: Revealed, windows: int, shown: int) -> dict[str, Any]:
     """Ask one server while it applies publications, and while it doesn't."""
     revealed.begin()
-    load.find_capacity(1.0, 4)  # warms up
-    capacity = load.find_capacity(3.0, 4)
+    gc.collect()
+    gc.freeze()  # else collections of this process, 0.2 s each, are counted as the server's pauses
+    load.find_capacity(1.0, CLIENTS)  # warms up
+    capacity = load.find_capacity(3.0, CLIENTS)
     load.per_second = LOAD * capacity
     applying, resting = [], []
     for number in tqdm(range(windows), desc="windows", unit="pair"):

@@ -159,11 +159,11 @@ class Rowwise(Codec):
     ) -> None:
         part = self._part(data, parameters, rows, start, len(out), out.shape[1])
         if out.dtype in _KERNEL_DTYPES and out.device.type == "cpu":
-            decode_rows(part, self.bits, _factor(parameters), out)
+            decode_rows(part, self.bits, decoding_factor(parameters), out)
         else:
             narrow = out.dtype if out.dtype in _KERNEL_DTYPES else torch.float32
             values = torch.empty(out.shape, dtype=narrow, device="cpu")
-            decode_rows(part, self.bits, _factor(parameters), values)
+            decode_rows(part, self.bits, decoding_factor(parameters), values)
             out.copy_(values)
 
     def scatter(
@@ -178,11 +178,11 @@ class Rowwise(Codec):
         if out.dtype not in _KERNEL_DTYPES or out.device.type != "cpu" or out.stride(1) != 1:
             return False
         part = self._part(data, parameters, rows, 0, rows, out.shape[1])
-        decode_rows(part, self.bits, _factor(parameters), out, ids, positions)
+        decode_rows(part, self.bits, decoding_factor(parameters), out, ids, positions)
         return True
 
     def family(self, parameters: Parameters, dim: int) -> tuple[str, int, float]:
-        return self.name, self.bits, _factor(parameters)  # whatever found scale and bias
+        return self.name, self.bits, decoding_factor(parameters)  # whatever found scale and bias
 
     def join(
         self,
@@ -215,7 +215,7 @@ class Rowwise(Codec):
         return spec
 
 
-def _factor(parameters: Parameters) -> float:
+def decoding_factor(parameters: Parameters) -> float:
     """Return the power of two that decoded rows are multiplied by."""
     exponent = parameters.get("exponent", 0)
     if type(exponent) is not int or abs(exponent) > 126:

@@ -9,7 +9,7 @@
 
 #include "builds.h"
 #include "row_vector.h"
-#include "rows.h"
+#include "row_ops.h"
 
 // Found by native.py in the file's bytes: a library for another torch, or of the sources of another
 // checkout, must not even be loaded.
@@ -36,11 +36,9 @@ const std::vector<Build<Kernels>>& builds() {
   return all;
 }
 
-std::vector<std::string> usable_builds() {
-  std::vector<std::string> names;
-  for (const Build<Kernels>& each : builds()) names.emplace_back(each.name);
-  return names;
-}
+}  // namespace
+
+const Kernels& row_kernels(const std::string& build) { return kernels_of(builds(), build); }
 
 Value value_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -56,6 +54,14 @@ int64_t row_bytes_of(int64_t dim, int64_t bits) {
   TORCH_CHECK_VALUE(bits == 2 || bits == 3 || bits == 4 || bits == 8,
                     "bits must be 2, 3, 4 or 8, not ", bits);
   return code_bytes(dim, int(bits)) + (bits == 8 ? 8 : 4);
+}
+
+namespace {
+
+std::vector<std::string> usable_builds() {
+  std::vector<std::string> names;
+  for (const Build<Kernels>& each : builds()) names.emplace_back(each.name);
+  return names;
 }
 
 void check_bytes(const at::Tensor& data, int64_t n, int64_t row_bytes) {
@@ -92,9 +98,9 @@ int64_t encode_rows(const at::Tensor& rows, const std::optional<at::Tensor>& ids
                     "refused must be ", n, " contiguous uint8");
   const EncodeJob job{rows.const_data_ptr(), value_of(rows), row_vector(ids, rows.size(0)),
                       rows.stride(0), dim, int(bits), Method(method), int(num_bins), float(ratio),
-                      float(factor), out.mutable_data_ptr<uint8_t>(), row_bytes,
+                      float(factor), false, out.mutable_data_ptr<uint8_t>(), row_bytes,
                       refused.mutable_data_ptr<uint8_t>()};
-  const Kernels& kernels = kernels_of(builds(), std::string(build));
+  const Kernels& kernels = row_kernels(std::string(build));
   std::atomic<int64_t> refusals{0};
   at::parallel_for(0, n, grain(dim), [&](int64_t begin, int64_t end) {
     refusals += kernels.encode(job, begin, end);
@@ -113,7 +119,7 @@ void decode_rows(const at::Tensor& data, int64_t bits, double factor,
   const DecodeJob job{data.const_data_ptr<uint8_t>(), row_vector(positions, stored), row_bytes,
                       dim, int(bits), float(factor), row_vector(ids, out.size(0)),
                       out.mutable_data_ptr(), value_of(out), out.stride(0)};
-  const Kernels& kernels = kernels_of(builds(), std::string(build));
+  const Kernels& kernels = row_kernels(std::string(build));
   at::parallel_for(0, n, grain(dim),
                    [&](int64_t begin, int64_t end) { kernels.decode(job, begin, end); });
 }

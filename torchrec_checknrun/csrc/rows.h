@@ -9,7 +9,9 @@ enum class Method : int { asymmetric = 0, symmetric = 1, greedy = 2, adaptive = 
 enum class Value : int { fp32 = 0, fp16 = 1, bf16 = 2 };
 
 // The reason why a row was not encoded: its bytes are zero, and the caller must store it exactly.
-enum Refusal : uint8_t { encoded = 0, not_finite = 1, too_large = 2, too_small = 3 };
+// The last one is for inference alone: which zero of a row gives the bias its sign depends on
+// FBGEMM's release.
+enum Refusal : uint8_t { encoded = 0, not_finite = 1, too_large = 2, too_small = 3, two_zeros = 4 };
 
 struct EncodeJob {
   const void* rows;     // (table rows, row_stride) values
@@ -22,6 +24,7 @@ struct EncodeJob {
   int num_bins;         // greedy: steps that the range is cut into
   float ratio;          // greedy: share of the range that may be cut away
   float factor;         // a power of two; values are multiplied by it first
+  bool half_scale;      // at 8 bits: scale and bias in fp16, as inference has them
   uint8_t* out;
   int64_t row_bytes;
   uint8_t* refused;     // (rows,) Refusal

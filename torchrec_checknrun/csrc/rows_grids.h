@@ -160,7 +160,7 @@ inline Grid find_grid(const EncodeJob& job, const Floats* x, Floats* centred, Fl
                       Floats high, Floats mean) {
   const Floats top = all(float((1 << job.bits) - 1));
   if (job.method == Method::symmetric) return symmetric_grid(low, high, top, job.bits);
-  if (job.bits == 8) return min_max_grid8(low, high);
+  if (job.bits == 8 && !job.half_scale) return min_max_grid8(low, high);
   const Grid plain = min_max_grid(low, high, top);
   if (job.method == Method::asymmetric) return plain;
   Grid found;

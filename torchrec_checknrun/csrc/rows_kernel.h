@@ -17,7 +17,7 @@ inline Bytes codes_of(Floats x, float bias, float inverse, Floats top) {
       __builtin_convertvector(nearest(lower(higher(t, Floats{}), top)), Ints), Bytes);
 }
 
-template <int bits>
+template <int bits, bool half_scale = bits != 8>
 inline void write_row(const float* x, int64_t dim, float bias, float scale, float inverse,
                       uint8_t* out) {
   constexpr int kStep = kLanes < 8 ? 8 : kLanes;
@@ -53,7 +53,7 @@ inline void write_row(const float* x, int64_t dim, float bias, float scale, floa
       at += count;
     }
   }
-  if (bits == 8) {
+  if (!half_scale) {
     const float tail[2] = {scale, bias};
     memcpy(out + size, tail, 8);
   } else {
@@ -67,6 +67,7 @@ inline void write_row(const EncodeJob& job, const float* x, float bias, float sc
   float inverse = 1.f / scale;
   switch (job.bits) {
     case 8:
+      if (job.half_scale) return write_row<8, true>(x, job.dim, bias, scale, inverse, out);
       // FBGEMM's own way to keep clear of a division by zero
       if (job.method != Method::symmetric) inverse = 255.f / (range + 1e-8f);
       return write_row<8>(x, job.dim, bias, scale, inverse, out);
@@ -96,10 +97,19 @@ inline bool all_finite(const float* row, int64_t dim) {
   return true;
 }
 
+inline bool has_both_zeros(const float* row, int64_t dim) {
+  bool found[2] = {false, false};
+  for (int64_t d = 0; d < dim; ++d) {
+    if (row[d] == 0) found[std::signbit(row[d])] = true;
+  }
+  return found[0] && found[1];
+}
+
 // `low` and `high` are a row's extremes, meaningless where a value lies outside the limits.
 inline uint8_t refusal(const EncodeJob& job, const float* row, bool outside, float low,
                        float high) {
   if (outside) return all_finite(row, job.dim) ? too_large : not_finite;
+  if (job.half_scale && low == 0 && has_both_zeros(row, job.dim)) return two_zeros;
   const float most = std::max(std::fabs(low), std::fabs(high));
   const bool halved = job.method == Method::symmetric && job.bits < 8;
   if (most > 0 && most < (halved ? kLeastHalved * ((1 << job.bits) - 1) : kLeast)) return too_small;
@@ -152,7 +162,7 @@ constexpr int kAhead = 24;  // rows: fetching one from memory takes as long as e
 inline int64_t encode_by_row(const EncodeJob& job, int64_t begin, int64_t end) {
   const int64_t dim = job.dim;
   const Buffer<float> scratch(job.value == Value::fp32 && job.factor == 1.f ? 0 : kLanes * dim);
-  const float limit = job.bits == 8 ? kMostFloat : kMostHalf;
+  const float limit = job.bits == 8 && !job.half_scale ? kMostFloat : kMostHalf;
   int64_t refusals = 0;
   for (int64_t r = begin; r < end; r += kLanes) {
     const int count = int(std::min<int64_t>(kLanes, end - r));

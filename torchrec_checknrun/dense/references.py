@@ -85,18 +85,15 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def local_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield this rank's parts of a sharded tensor, a plain tensor itself, nothing of others."""
+def local_tensors(value: object) -> list[torch.Tensor]:
+    """List this rank's parts of a sharded tensor, a plain tensor itself, nothing of others."""
     if isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            yield from local_tensors(shard.tensor)
-    elif isinstance(value, DTensor):
-        yield from local_tensors(value._local_tensor)
-    elif isinstance(value, LocalShardsWrapper):
-        for tensor in value.local_shards():
-            yield from local_tensors(tensor)
-    elif isinstance(value, torch.Tensor):
-        yield value
+        return [part for shard in value.local_shards() for part in local_tensors(shard.tensor)]
+    if isinstance(value, DTensor):
+        return local_tensors(value._local_tensor)
+    if isinstance(value, LocalShardsWrapper):
+        return [part for tensor in value.local_shards() for part in local_tensors(tensor)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _memory(value: object) -> Iterator[int]:

@@ -47,7 +47,7 @@ from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.state_tree import check_tree
 from torchrec_checknrun.shards import TableShape
 from torchrec_checknrun.store.behind import WriteBehind
-from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo, FileCopy, file_copy
+from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo
 from torchrec_checknrun.store.folder import Folder
 
 FOOTER = struct.Struct("<QQ16s8s")
@@ -115,14 +115,14 @@ def write_rank_file(
     """
     name = rank_file_name(rank)
     chunks: list[_Written] = []
-    with file_copy(copy) as also, folder.write_behind(name) as file:
+    with folder.write_behind(name, copy) as file:
         for job in jobs:
-            chunks.append(_write_chunk(file, job, also))
+            chunks.append(_write_chunk(file, job))
             del job  # before the next one is made
         encoded_at = time.monotonic()
         file.flush()
         index = [chunk.entry for chunk in chunks]
-        rank_file = _write_index(file, name, rank, index, also)
+        rank_file = _write_index(file, name, rank, index)
     tables, dense_bytes = _totals(index)
     needs_parent = any(difference_of(entry) is not None for entry in index)
     ended = time.monotonic()
@@ -145,7 +145,7 @@ class _Written:
         return replace(self.described, offset=self.offset, length=self.length, checksum=checksum)
 
 
-def _write_chunk(file: WriteBehind, job: Job, copy: FileCopy) -> _Written:
+def _write_chunk(file: WriteBehind, job: Job) -> _Written:
     """Encode a chunk, and hand its bytes to the thread that writes."""
     chunk, checksum = job.encode(), xxhash.xxh3_64()
     length = sum(memoryview(piece).nbytes for piece in chunk.pieces)
@@ -154,23 +154,16 @@ def _write_chunk(file: WriteBehind, job: Job, copy: FileCopy) -> _Written:
     except InvalidPlan:
         job.close()  # the next job may wait for this one's memory
         raise
-
-    def each(piece: bytes | memoryview) -> None:
-        checksum.update(piece)
-        copy.write(piece)
-
-    offset = file.append(chunk.pieces, each, job.close)
+    offset = file.append(chunk.pieces, checksum.update, job.close)
     return _Written(chunk.entry, offset, length, checksum)
 
 
-def _write_index(
-    file: WriteBehind, name: str, rank: int, index: list[Entry], copy: FileCopy
-) -> RankFile:
+def _write_index(file: WriteBehind, name: str, rank: int, index: list[Entry]) -> RankFile:
     data = index_bytes(rank, index, name)
     checksum = xxhash.xxh3_64_hexdigest(data)
     offset = index[-1].offset + index[-1].length if index else 0
     footer = FOOTER.pack(offset, len(data), checksum.encode(), MAGIC)
-    file.append((data, footer), copy.write)
+    file.append((data, footer))
     size = offset + len(data) + len(footer)
     return RankFile(name, size, offset, len(data), checksum, len(index))
 

@@ -174,6 +174,19 @@ def dense_chunks(chunks: Iterable[StoredChunk]) -> dict[object, StoredChunk]:
     return {key: c for c in chunks if (key := dense_key(c.entry)) is not None}
 
 
+def read_chain(root: Folder, chain: Iterable[Manifest]) -> list[tuple[StoredChunk, ...]]:
+    """Read the indexes of a chain's checkpoints, oldest first, each chunk with its base.
+
+    Raises:
+        CorruptCheckpoint: as ``read_indexes`` and ``with_bases``.
+    """
+    found: list[tuple[StoredChunk, ...]] = []
+    for manifest in chain:
+        parents = dense_chunks(found[-1]) if found else {}
+        found.append(with_bases(manifest, read_indexes(root, manifest), parents))
+    return found
+
+
 def read_chunk(
     root: Folder,
     chunk: StoredChunk,

@@ -20,7 +20,7 @@ from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.chunk import open_sections
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState, LogState
-from torchrec_checknrun.native import Chosen, can_copy, copy_rows, part_of
+from torchrec_checknrun.native import Chosen, part_of, try_copy_rows
 from torchrec_checknrun.shards import LocalShard, Rows
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -43,7 +43,7 @@ class StoredRows:
         self.header = header
         n, cols = header.count, header.cols
         first, last = header.rectangle.row_start, header.rectangle.row_stop - 1
-        with self._refusing():
+        with self.refusing():
             self._sections = open_sections(header.sections, payload, n * (8 * cols + 64))
             self.ids = row_ids.decode(header.ids_encoding, next(self._sections), first, last, n)
         self._others: list[memoryview] | None = None
@@ -74,7 +74,7 @@ class StoredRows:
 
     def _open_weight(self) -> EncodedRows:
         header = self.header
-        with self._refusing():
+        with self.refusing():
             exceptions, exact = _exceptions(header, self._parts[1] if header.exceptions else b"")
             return EncodedRows(
                 codec=header.codec,
@@ -89,7 +89,7 @@ class StoredRows:
 
     def _open_states(self) -> dict[str, EncodedState]:
         header = self.header
-        with self._refusing():
+        with self.refusing():
             parts = self._parts[2 if header.exceptions else 1 :]
             return {
                 name: (LogState if name in header.log_states else EncodedState)(
@@ -106,7 +106,7 @@ class StoredRows:
 
     def select(self, chosen: np.ndarray) -> EncodedRows | None:
         """Return chosen rows' weights, still encoded; None if the codec can't separate rows."""
-        with self._refusing():
+        with self.refusing():
             return self.weight.select(chosen)
 
     def add_to(self, references: References, chosen: slice) -> None:
@@ -117,7 +117,7 @@ class StoredRows:
         assert isinstance(codec, Chained)
         at = self.ids[chosen] - references.rectangle.row_start
         positions = np.arange(chosen.start, chosen.stop)
-        with self._refusing():
+        with self.refusing():
             if not isinstance(references, codec.references):
                 raise ValueError(f"codec {codec.name!r} upon rows of another codec")
             if references.states.keys() != header.log_states:
@@ -146,12 +146,12 @@ class StoredRows:
         """Return the rows stored bit for bit; see ``codecs.chained.Chained.verbatim_rows``."""
         header, codec = self.header, self.header.codec
         assert isinstance(codec, Chained)
-        with self._refusing():
+        with self.refusing():
             return codec.verbatim_rows(self.weight.data, header.count, header.cols)
 
     def state(self, name: str, chosen: Chosen) -> torch.Tensor:
         """Decode chosen rows of an optimizer state, on the CPU."""
-        with self._refusing():
+        with self.refusing():
             return self.states[name].decode(chosen)
 
     def rows(self, chosen: Chosen | None = None) -> Rows:
@@ -194,7 +194,7 @@ class StoredRows:
             self._write_state(name, shard.optimizer[name], where, chosen)
 
     def _write_weights(self, weight: torch.Tensor, where: Chosen, chosen: Chosen) -> None:
-        with self._refusing():
+        with self.refusing():
             if _copied(self.weight, chosen, weight, where):
                 return
             if self.weight.write(chosen, weight, where):
@@ -207,11 +207,12 @@ class StoredRows:
             _put(memory, where, self.state(name, chosen))
 
     def _decoded(self, encoded: EncodedRows, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
-        with self._refusing():
+        with self.refusing():
             yield from encoded.blocks(chosen)
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def refusing(self) -> Iterator[None]:
+        """Turn errors of what decodes the chunk into ``CorruptCheckpoint``."""
         try:
             yield
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
@@ -226,19 +227,16 @@ def _copied(
 ) -> bool:
     """Copy chosen rows to rows of a tensor if stored as raw bytes of its dtype; return whether."""
     raw = rows.raw if memory.dtype == rows.dtype else None
-    if raw is None or not can_copy(raw, memory):
-        return False
-    copy_rows(raw, rows.count, chosen, memory, where)
-    return True
+    return raw is not None and try_copy_rows(raw, rows.count, chosen, memory, where)
 
 
 def _put(memory: torch.Tensor, where: Chosen, rows: torch.Tensor) -> None:
     """Overwrite rows of a tensor of any device and dtype."""
     if isinstance(where, slice):
         memory[where].copy_(rows)
-    elif memory.dtype == rows.dtype and can_copy(rows, memory):
-        copy_rows(rows, len(rows), slice(0, len(rows)), memory, where)
-    else:
+        return
+    whole = slice(0, len(rows))
+    if memory.dtype != rows.dtype or not try_copy_rows(rows, len(rows), whole, memory, where):
         memory.index_copy_(0, torch.from_numpy(where).to(memory.device), rows.to(memory))
 
 

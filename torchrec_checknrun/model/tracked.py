@@ -7,7 +7,7 @@ used as before: tracking only hangs hooks on the kernels.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -39,11 +39,7 @@ from torchrec_checknrun.model.kernels import (
     find_modules,
 )
 from torchrec_checknrun.model.module_tree import ModuleTree
-from torchrec_checknrun.model.progress import (
-    OptimizerClock,
-    set_table_progress,
-    table_progress,
-)
+from torchrec_checknrun.model.progress import OptimizerClock, set_table_progress, table_progress
 from torchrec_checknrun.model.resharding import (
     Collections,
     all_states_moved,
@@ -86,7 +82,8 @@ class TrackedModel:
       ``keep_spares`` ahead of the first;
     * keep up with the kernels' memory: ``refresh``, ``places``, ``flush``, ``write_back``,
       ``purge``;
-    * notice writes outside of training: ``check_writes``, ``acknowledge_writes``;
+    * notice other writes than training's: ``check_writes``, ``begin_restore``,
+      ``acknowledge_writes``;
     * move the optimizers' clocks: ``progress``, ``beside_rows``, ``set_progress``;
     * stop tracking: ``close``.
 
@@ -282,6 +279,18 @@ class TrackedModel:
         """
         for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
             watch.acknowledge()
+
+    def begin_restore(self, tables: Container[str]) -> None:
+        """Mark what a restore of tables may change, for every tracker; start this one's over."""
+        self.check_writes()
+        for shard in self.shards:
+            if shard.table in tables:
+                shard.mark_all(everywhere=True)
+        # Intervals of other trackers go on: what may differ from their last checkpoint is marked,
+        # and to forget it only on ranks that hold these rows would set the ranks at odds.
+        self.restores += 1
+        self.mark_all()
+        self.clear(Consumer.LAST | Consumer.BASELINE)
 
     def progress(self) -> dict[str, OptimizerClock]:
         """Return the clocks of the tables' optimizers, by table with a shard on this rank."""

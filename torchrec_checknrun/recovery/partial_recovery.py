@@ -20,7 +20,6 @@ from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.format.rank_file import rank_file_name
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
-from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.agreement import Decision
 from torchrec_checknrun.memory.held_states import HeldStates, local_parts
 from torchrec_checknrun.memory.image import RankImage
@@ -250,12 +249,7 @@ class LostRank:
             CorruptCheckpoint, OSError: the storage failed; rows have unknown content.
         """
         tracked = self._target.tracked
-        tracked.check_writes()
-        for shard in self._shards:
-            shard.mark_all(everywhere=True)
-        tracked.restores += 1
-        tracked.mark_all()  # for other consumers
-        tracked.clear(Consumer.LAST | Consumer.BASELINE)
+        tracked.begin_restore({shard.table for shard in self._shards})
 
         def load(chunk: ReadableChunk) -> None:
             self._rows.load(chunk, dry_run=False)

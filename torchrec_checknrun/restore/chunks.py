@@ -20,10 +20,9 @@ from torchrec_checknrun.format.manifest import Manifest, TableTotals
 from torchrec_checknrun.format.reader import (
     Columns,
     StoredChunk,
-    dense_chunks,
+    read_chain,
     read_chunk,
     read_indexes,
-    with_bases,
 )
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.in_order import Turn, run_in_order
@@ -86,11 +85,7 @@ def read_content(root: Folder, chain: Chain) -> ChainContent:
         CorruptCheckpoint: an index is missing, or differs from the manifest; or the full checkpoint
             isn't full.
     """
-    found: list[tuple[StoredChunk, ...]] = []
-    for manifest in chain.manifests:
-        parents = dense_chunks(found[-1]) if found else {}
-        found.append(with_bases(manifest, read_indexes(root, manifest), parents))
-    content = ChainContent(chain, tuple(found))
+    content = ChainContent(chain, tuple(read_chain(root, chain.manifests)))
     for manifest, chunks in zip(chain.manifests, content.chunks, strict=True):
         for problem in table_problems(manifest, chunks):
             raise CorruptCheckpoint(problem)

@@ -16,7 +16,6 @@ from torchrec_checknrun.format.chunk import BlockHeader
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hand_written import mark_memory
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import (
@@ -162,7 +161,7 @@ class ChainRestore:
         """The tables' optimizer counters and learning rates at the head, by the model's tables."""
         if not self._fit.optimizer:
             return {}
-        tables = self._content.chain.head.tables
+        tables = self._head.tables
         return {
             into: OptimizerClock(
                 table.optimizer_step, table.learning_rate, dict(table.optimizer_options)
@@ -175,7 +174,8 @@ class ChainRestore:
     def _match(self) -> None:
         """Match the checkpoint's tables with the live ones, and make the live state ready."""
         content = self._content
-        saved_tables = content.chain.head.tables
+        self._head = content.chain.head
+        saved_tables = self._head.tables
         self._saved_tables = {n: TableShape(t.rows, t.dim) for n, t in saved_tables.items()}
         self._shards: list[LocalShard] = []
         self._tables: dict[str, TableShape]
@@ -204,7 +204,7 @@ class ChainRestore:
         """Check the head's sharded tensors against the local ones; return the keys of the chunks
         that overlap these.
         """
-        where, saved = self._content.chain.head.id, self._saved_blocks
+        where, saved = self._head.id, self._saved_blocks
         found = find_blocks(self._state_dict, stored, self._owners.optimizers or ())
         # A tensor that was whole on every rank lies in a state's tree.
         whole = {block.path for block in found} & self._states.plain_paths()
@@ -229,17 +229,7 @@ class ChainRestore:
         mark_memory(self._written())
         if self._tracked is None:
             return
-        self._tracked.check_writes()
-        tables = set(self._targets.values())
-        for shard in self._tracked.shards:
-            if shard.table in tables:
-                shard.mark_all(everywhere=True)
-        # The intervals of other trackers go on: everything that may differ from their last
-        # checkpoint is marked, and to forget it only on ranks that hold these rows would set the
-        # ranks at odds.
-        self._tracked.restores += 1
-        self._tracked.mark_all()
-        self._tracked.clear(Consumer.LAST | Consumer.BASELINE)
+        self._tracked.begin_restore(set(self._targets.values()))
 
     def _written(self) -> Iterator[torch.Tensor]:
         """Yield all tensors that may be written, except a tracked model's tables."""

@@ -185,9 +185,15 @@ class Load:
             if len(stored.exceptions):
                 laid[torch.from_numpy(stored.exceptions)] = form.of_values(stored.exact)
             return laid, len(stored.exceptions)
-        again = form.bits is not None and header.codec.lossy
+        again = len(at) if form.bits is not None and header.codec.lossy else 0
+        if form.encodes(header.codec):
+            with rows.refusing():
+                laid, left = form.of_encoded(rows.weight, at)
+            if len(left):
+                laid[torch.from_numpy(left)] = form.of_values(rows.values(at[left]))
+            return laid, again
         chosen = slice(int(at[0]), int(at[-1]) + 1) if at[-1] - at[0] + 1 == len(at) else at
-        return form.of_values(self._values(saved, rows, chosen)), len(at) if again else 0
+        return form.of_values(self._values(saved, rows, chosen)), again
 
     def _values(self, saved: str, rows: StoredRows, at: Chosen) -> torch.Tensor:
         """Return rows as numbers, as a restore gives them."""

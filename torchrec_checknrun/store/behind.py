@@ -15,6 +15,7 @@ from functools import partial
 
 from torchrec_checknrun.errors import StorageUnreachable
 from torchrec_checknrun.store.deadlines import Patience, silent
+from torchrec_checknrun.store.file_copy import FileCopy
 from torchrec_checknrun.store.new_file import NewFile
 
 Bytes = bytes | memoryview
@@ -23,8 +24,9 @@ Bytes = bytes | memoryview
 class WriteBehind:
     """A new file that a thread writes, one run of bytes after the other; see ``write_behind``."""
 
-    def __init__(self, file: NewFile, patience: Patience, what: str) -> None:
+    def __init__(self, file: NewFile, patience: Patience, what: str, copy: FileCopy) -> None:
         self._file = file
+        self._copy = copy
         self._patience = patience
         self._what = what
         self._running: Future[None] | None = None
@@ -99,6 +101,7 @@ class WriteBehind:
             try:
                 for piece in pieces:
                     each(piece)
+                    self._copy.write(piece)
                     self._file.write(piece)
             finally:
                 done()
@@ -109,18 +112,21 @@ class WriteBehind:
 
 
 @contextmanager
-def write_behind(file: NewFile, patience: Patience, what: str) -> Iterator[WriteBehind]:
+def write_behind(
+    file: NewFile, patience: Patience, what: str, copy: FileCopy
+) -> Iterator[WriteBehind]:
     """Write a file in a thread, until the block ends.
 
     After an error the thread is waited for, unless the storage hangs.
 
     Args:
         what: names the operation and the path in errors.
+        copy: gets the same bytes.
 
     Raises:
         StorageUnreachable: the storage didn't answer in time.
     """
-    behind = WriteBehind(file, patience, what)
+    behind = WriteBehind(file, patience, what, copy)
     try:
         yield behind
         behind.flush()

@@ -22,6 +22,7 @@ from torchrec_checknrun.errors import CheckpointExists, StorageFailed
 from torchrec_checknrun.store.behind import WriteBehind, write_behind
 from torchrec_checknrun.store.deadlines import TIMEOUT_SECONDS, Patience, given_up
 from torchrec_checknrun.store.driver import DriverStore
+from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo, file_copy
 from torchrec_checknrun.store.local import LocalStore
 from torchrec_checknrun.store.new_file import NewFile, require_all
 from torchrec_checknrun.store.retry import masked, retrying, storage_failed
@@ -247,10 +248,18 @@ class Folder:
         self._sync(f"writing {self}/{name}")
 
     @contextmanager
-    def write_behind(self, name: str) -> Iterator[WriteBehind]:
-        """Open a new file that a thread writes; see ``write``."""
+    def write_behind(self, name: str, copy: CopyTo = NO_COPY) -> Iterator[WriteBehind]:
+        """Open a new file that a thread writes; see ``write``.
+
+        Args:
+            copy: where the same bytes go as well, if there is room.
+        """
         what = f"writing {self}/{name}"
-        with self.write(name) as file, write_behind(file, self.patience, what) as behind:
+        with (
+            file_copy(copy) as also,
+            self.write(name) as file,
+            write_behind(file, self.patience, what, also) as behind,
+        ):
             yield behind
 
     def _discard(self, file: NewFile, name: str) -> None:

@@ -50,6 +50,7 @@ class Server:
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._log = run_dir / "server.log"
+        self.host = _HOST
         self.port = _free_port()
         self._process = start_script(module, *overrides, f"port={self.port}", log=self._log)
         self.pid = self._process.pid

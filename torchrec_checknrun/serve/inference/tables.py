@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.errors import UnsupportedTable
-from torchrec_checknrun.native import can_copy, copy_rows
+from torchrec_checknrun.native import try_copy_rows
 from torchrec_checknrun.serve.inference.kernels import find_kernels
 from torchrec_checknrun.serve.inference.row_form import RowForm
 
@@ -72,8 +72,7 @@ class Part:
         chosen, places = self.places(ids)
         if places is None or not len(places):
             return
-        if can_copy(rows, self.memory):
-            copy_rows(rows, len(rows), chosen, self.memory, _run(places))
+        if try_copy_rows(rows, len(rows), chosen, self.memory, _run(places)):
             return
         own = rows[chosen] if isinstance(chosen, slice) else rows[torch.from_numpy(chosen)]
         device = self.memory.device
@@ -84,9 +83,8 @@ class Part:
         _, places = self.places(ids)
         if places is None or not len(places):
             return
-        if can_copy(other.memory, self.memory):
-            run = _run(places)
-            copy_rows(other.memory, len(other.memory), run, self.memory, run)
+        run = _run(places)
+        if try_copy_rows(other.memory, len(other.memory), run, self.memory, run):
             return
         at = torch.from_numpy(places).to(self.memory.device)
         self.memory.index_copy_(0, at, other.memory.index_select(0, at))
