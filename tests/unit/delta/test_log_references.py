@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.unit.format.test_delta_reader import WORD, mix
 from torchrec_checknrun.delta.grid_references import GridReferences
+from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.delta.log_levels import MOST_CODE, NONE
 from torchrec_checknrun.delta.log_references import LogReferences
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.shards import Rectangle
 
 FIRST, ROWS, COLUMNS = 1000, 24, (2, 10)
