@@ -45,18 +45,25 @@ _WIDE_PART = 8
 """One row of so many is taken to need 16 bits a code there."""
 
 
-def delta_reference_bytes(dim: int) -> int:
+STATE_CODE_BYTES = 2
+"""Memory for the code of a row's optimizer state that ``optimizer="logdelta"`` keeps."""
+
+
+def delta_reference_bytes(dim: int, states: int = 0) -> int:
     """Estimate a rank's memory for what a row of ``method="delta"`` restores to: a byte a code, its
-    form and its exponent.
+    form and its exponent, and the codes of optimizer states stored by ``logdelta``.
+
+    Args:
+        states: number of these.
     """
-    return 2 + max(LEAST_SLOT_BYTES, dim) + 2 * dim // _WIDE_PART
+    return 2 + max(LEAST_SLOT_BYTES, dim) + 2 * dim // _WIDE_PART + STATE_CODE_BYTES * states
 
 
-def lc_reference_bytes(dim: int) -> int:
+def lc_reference_bytes(dim: int, states: int = 0) -> int:
     """Return a rank's memory for what a row of ``method="lc"`` restores to: fp32 values and a byte
     that tells if they are known.
     """
-    return 1 + 4 * dim
+    return 1 + 4 * dim + STATE_CODE_BYTES * states
 
 
 def expected_restores(nodes: int, mtbf_hours: float, job_hours: float) -> float:

@@ -9,6 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from tests.distributed.states import State
+from torchrec_checknrun.format.entries import RowsEntry
+from torchrec_checknrun.format.reader import read_indexes
+from torchrec_checknrun.root.checkpoints import read_manifest
+from torchrec_checknrun.store.folder import Folder
 
 STEP = 2.0**-18
 """Of rows stored as differences; one without an update differs by far more."""
@@ -40,6 +44,14 @@ def narrowest_bits(root: Path, checkpoint: str) -> int | None:
 def has_links(root: Path, checkpoint: str) -> bool:
     """Tell whether a checkpoint's tables are stored as differences."""
     return "deltas" in json.loads((root / checkpoint / "manifest.json").read_bytes())["manifest"]
+
+
+def has_log_state(root: Path, checkpoint: str) -> bool:
+    """Tell whether optimizer state of a checkpoint is stored as logarithmic differences."""
+    folder = Folder(root)
+    entries = (chunk.entry for chunk in read_indexes(folder, read_manifest(folder, checkpoint)))
+    states = (s for e in entries if isinstance(e, RowsEntry) for s in e.optimizer)
+    return any(state.encoding["scheme"] == "logdelta" for state in states)
 
 
 def linked_bound(name: str, wanted: State) -> np.ndarray:
@@ -76,8 +88,16 @@ def error_bound(rows: np.ndarray, bits: int) -> np.ndarray:
     return np.asarray(spread / codes / 2 * (1 + 2.0**-10) + rounding)
 
 
-def differences(found: State, wanted: State, bits: int | None, linked: bool = False) -> list[str]:
-    """Describe every difference; rows may be off by the bound of ``bits``, or of links."""
+def differences(
+    found: State,
+    wanted: State,
+    bits: int | None,
+    linked: bool = False,
+    log_state: bool = False,
+) -> list[str]:
+    """Describe every difference; rows may be off by the bound of ``bits``, or of links, and sums of
+    squared gradients by that of logarithms.
+    """
     problems = [f"only in one of them: {name}" for name in found.keys() ^ wanted.keys()]
     for name in found.keys() & wanted.keys():
         a, b = found[name], wanted[name]
@@ -93,6 +113,10 @@ def differences(found: State, wanted: State, bits: int | None, linked: bool = Fa
                 problems.append(
                     f"{name}: rows {np.flatnonzero(worse.any(axis=1))} beyond {bits} bits"
                 )
+        elif log_state and name.startswith("optimizer/") and name.endswith(".momentum1"):
+            worse = abs(a.astype(np.float64) - b) > 0.044 * abs(b)
+            if worse.any():
+                problems.append(f"{name}: rows {np.flatnonzero(worse)} differ by levels")
         elif a.tobytes() != b.tobytes():
             rows = np.flatnonzero((a != b).reshape(len(a), -1).any(axis=1)) if a.ndim else [0]
             problems.append(f"{name}: rows {list(rows)} differ")

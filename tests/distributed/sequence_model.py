@@ -35,6 +35,7 @@ class Life:
     Attributes:
         plan: seed of the sharding.
         delta: rows are stored as differences, which is without ``bits``.
+        log_state: so is row-wise optimizer state, by logarithms.
         in_parts: so little staging memory that no snapshot fits.
         at_end: a checkpoint is due when they close.
     """
@@ -50,11 +51,12 @@ class Life:
     max_failures: int = 0
     at_end: bool = False
     delta: bool = False
+    log_state: bool = False
 
     def fitted(self) -> Life:
         """Return the life as its options allow it."""
         if not self.delta:
-            return self
+            return replace(self, log_state=False)
         return replace(self, policy="consecutive", bits=None, background="thread")
 
 
@@ -121,6 +123,7 @@ class Begun:
     Attributes:
         held: on its way, and not let go yet.
         listed: whether it is or will be; None if that can't be known.
+        log_state: of the life that began it.
         id: known once the sequence has run so far.
         digest: of the state that its first restore gave.
     """
@@ -130,6 +133,7 @@ class Begun:
     way: Way
     held: bool
     listed: bool | None
+    log_state: bool
     id: str = ""
     digest: str = ""
 
@@ -309,7 +313,8 @@ class Reference:
             return None
         way = self.fitted(way)
         listed = way.fault is None or way.fault >= Point.COMMITTED
-        begun = Begun(len(self.begun), self.steps, way, way.hold is not None, listed)
+        held, log_state = way.hold is not None, self._life.log_state
+        begun = Begun(len(self.begun), self.steps, way, held, listed, log_state)
         self.begun.append(begun)
         self.events.append(Event("begun", begun))
         for rank in self._ranks:

@@ -11,8 +11,14 @@ Manifests = Mapping[str, Mapping[str, Any]]
 """By id, of what is listed."""
 
 
-def wrong_parents(life: Life, events: list[Event], manifests: Manifests) -> list[str]:
-    """Name a life's checkpoints whose kind, parent, predecessor or recorded sizes are wrong."""
+def wrong_parents(
+    life: Life, events: list[Event], manifests: Manifests, rowwise: bool
+) -> list[str]:
+    """Name a life's checkpoints whose kind, parent, predecessor or recorded sizes are wrong.
+
+    Args:
+        rowwise: whether tables have row-wise optimizer state.
+    """
     problems = []
     history: list[str] = []
     links = _References(life)
@@ -20,7 +26,8 @@ def wrong_parents(life: Life, events: list[Event], manifests: Manifests) -> list
         name = event.checkpoint.id
         if event.what == "restored":
             history = _chain(name, manifests)
-            links.restored(name, manifests)
+            same_state = not rowwise or event.checkpoint.log_state == life.log_state
+            links.restored(name if same_state and "deltas" in manifests[name] else None)
         elif event.what == "committed":
             history = [*history, name] if manifests[name]["parent"] else [name]
             continue
@@ -52,8 +59,8 @@ class _References:
         self._last: Begun | None = None
         self.base = False
 
-    def restored(self, name: str, manifests: Manifests) -> None:
-        known = name if self._delta and "deltas" in manifests[name] else None
+    def restored(self, name: str | None) -> None:
+        known = name if self._delta else None
         self._known, self._last = [known] * len(self._known), None
 
     def begin(self, begun: Begun) -> str | None:

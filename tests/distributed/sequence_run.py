@@ -37,6 +37,7 @@ LIVES = st.builds(
     max_failures=st.sampled_from([0, 0, 1, 2]),
     at_end=st.booleans(),
     delta=st.sampled_from([False, False, False, True]),
+    log_state=st.booleans(),
 )
 POINTS = [*Point]
 WAYS = st.builds(
@@ -60,7 +61,7 @@ ALPHABET = {
     *("more ranks", "fewer ranks", "width rises", "width falls", "differential", "full"),
     *(f"policy: {policy}" for policy in POLICIES),
     *(f"bits: {bits}" for bits in WIDTHS),
-    "delta: True",
+    *("delta: True", "log_state: True"),
     "link",
 }
 
@@ -207,7 +208,7 @@ class Run(RuleBasedStateMachine):
         before = self.life
         chosen = self.backgrounds[background % len(self.backgrounds)]
         life = self.life = replace(life, background=chosen).fitted()
-        choices = ("policy", "bits", "background", "staging", "when_busy", "delta")
+        choices = ("policy", "bits", "background", "staging", "when_busy", "delta", "log_state")
         self.seen.update(f"{name}: {getattr(self.life, name)}" for name in choices)
         if before is not None:
             wider = (life.bits or 32) - (before.bits or 32)
@@ -344,7 +345,8 @@ class Run(RuleBasedStateMachine):
         assert [manifests[name]["step"] for name in listed] == [b.step for b in self.model.listed]
         sequences = [manifests[name]["sequence"] for name in listed]
         assert sequences == sorted(set(sequences))
-        problems = wrong_parents(self.life, self.model.events, manifests)
+        rowwise = self.spec.fused == "rowwise_adagrad"
+        problems = wrong_parents(self.life, self.model.events, manifests, rowwise)
         assert not problems, problems
         for begun, seen in self.new:
             if begun.listed:

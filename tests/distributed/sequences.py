@@ -51,7 +51,10 @@ SMALL_BUDGET = 3 * CHUNK_BYTES
 
 def quantization(life: Life) -> Quantization:
     if life.delta:
-        return Quantization(method="delta", step=references.STEP, exact_below_rows=0)
+        scheme = "logdelta" if life.log_state else "fp32"
+        return Quantization(
+            method="delta", step=references.STEP, optimizer=scheme, exact_below_rows=0
+        )
     return Quantization(life.bits, "asymmetric", exact_below_rows=0)
 
 
@@ -243,7 +246,8 @@ def compare(job: Job, root: str, copies: Path, name: str) -> dict[str, Any]:
         digest.update(key.encode() + state[key].tobytes())
     bits = references.narrowest_bits(Path(root), name)
     linked = references.has_links(Path(root), name)
-    problems = references.differences(state, wanted, bits, linked)
+    log_state = linked and references.has_log_state(Path(root), name)
+    problems = references.differences(state, wanted, bits, linked, log_state)
     return {"problems": problems, "digest": digest.hexdigest(), "step": job.steps}
 
 

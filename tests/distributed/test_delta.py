@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from tests.distributed.layouts import build
 from tests.distributed.test_layouts import NAMES, SPEC, layout
 from tests.distributed.worker_pool import WorkerPool
-from tests.examples import ALL
-from tests.unit.run.deltas import delta, lc, pieces
+from tests.examples import ALL, some_of
+from tests.unit.run.deltas import delta, lc, pieces, state_pieces
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.dcp import LoadPlanner, StorageReader
@@ -32,7 +32,7 @@ from torchrec_checknrun.tracking import TrackedModel, track
 Workers = Callable[[int], WorkerPool]
 
 
-METHODS = {"delta": delta(), "lc": lc(2)}
+METHODS = {"delta": delta(), "logdelta": delta(optimizer="logdelta"), "lc": lc(2)}
 
 
 def saving(root: str, job: Any, method: str = "delta", **options: Any) -> Checkpointer:
@@ -48,24 +48,30 @@ def saving(root: str, job: Any, method: str = "delta", **options: Any) -> Checkp
 
 
 def keep(saver: Checkpointer, path: str) -> None:
-    """Store what this rank's rows must restore to."""
+    """Store what this rank's rows must restore to, and their state stored as differences."""
     found = {}
     for shard in saver._target.tracked.shards:
         for place, values in pieces(saver, shard):
             where = [place.row_start, place.row_stop, place.col_start, place.col_stop]
             found["|".join([shard.table, *map(str, where)])] = values
+        for place, state, sums in state_pieces(saver, shard):
+            where = [place.row_start, place.row_stop, place.col_start, place.col_stop]
+            columns = place.col_stop - place.col_start
+            values = np.repeat(sums[:, None], columns, axis=1)
+            found["|".join([f"{shard.table}/{state}", *map(str, where)])] = values
     np.savez(f"{path}-{dist.get_rank()}.npz", **found)  # type: ignore[arg-type]  # names are text
 
 
 def wholes(path: str) -> dict[str, np.ndarray]:
-    """Put the tables together that all ranks of a life have kept."""
+    """Put the tables together that all ranks of a life have kept; row-wise state by columns."""
     found: dict[str, np.ndarray] = {}
     for file in sorted(Path(path).parent.glob(f"{Path(path).name}-*.npz")):
         with np.load(file) as parts:
             for name, values in parts.items():
                 table, *where = name.split("|")
                 top, bottom, left, right = map(int, where)
-                shape = next(t for n, t in SPEC.table_paths.items() if n == table)
+                path_of = table.partition("/")[0]
+                shape = next(t for n, t in SPEC.table_paths.items() if n == path_of)
                 whole = found.setdefault(
                     table, np.full((shape.rows, shape.dim), np.nan, np.float32)
                 )
@@ -142,6 +148,11 @@ def compare_with(kept: str, tracked: TrackedModel) -> None:
         ]
         found = shard.local.weight.detach().numpy()
         assert found.tobytes() == np.ascontiguousarray(part).tobytes(), shard.local.name
+        for name, state in shard.local.optimizer.items():
+            if (kept_state := wanted.get(f"{shard.table}/{name}")) is not None:
+                rows = kept_state[place.row_start : place.row_stop]
+                mean = rows[:, place.col_start : place.col_stop].astype(np.float64).mean(axis=1)
+                assert np.allclose(state.detach().numpy(), mean, rtol=1e-6, atol=0)
 
 
 def lives(
@@ -174,11 +185,12 @@ def lives(
     ],
     ids=lambda plan: " ".join(f"{kind}:{ranks}" for kind, ranks in plan),
 )
+@pytest.mark.parametrize("method", some_of(["delta", "logdelta"], 1))
 def test_any_ranks_and_columns(
-    workers: Workers, tmp_path: Path, plan: list[tuple[str, int]]
+    workers: Workers, tmp_path: Path, plan: list[tuple[str, int]], method: str
 ) -> None:
     assert len(NAMES) == len(SPEC.table_paths)
-    lives(workers, tmp_path, plan, fail=False)
+    lives(workers, tmp_path, plan, fail=False, method=method)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +209,10 @@ def test_lc_on_any_ranks_and_columns(
     lives(workers, tmp_path, plan, fail=True, method="lc")
 
 
-def test_a_rank_fails_between_links(workers: Workers, tmp_path: Path) -> None:
-    lives(workers, tmp_path, [("row_wise", 2), ("mixed", 2), ("row_wise", 3)], fail=True)
+@pytest.mark.parametrize("method", some_of(["delta", "logdelta"], 1))
+def test_a_rank_fails_between_links(workers: Workers, tmp_path: Path, method: str) -> None:
+    plan = [("row_wise", 2), ("mixed", 2), ("row_wise", 3)]
+    lives(workers, tmp_path, plan, fail=True, method=method)
 
 
 def unknown_outcome(root: str, target: dict[str, Any], into: str) -> list[str]:

@@ -22,7 +22,7 @@ from tests.distributed.partial_lives import (
 )
 from tests.distributed.worker_pool import WorkerPool
 from tests.examples import some_of
-from tests.unit.run.deltas import delta, pieces
+from tests.unit.run.deltas import delta, pieces, state_pieces
 from torchrec_checknrun.memory.partial import PeerCopies
 
 Workers = Callable[[int], WorkerPool]
@@ -45,6 +45,9 @@ def rounded(lives: Lives) -> dict[str, bytes]:
         (name,) = (n for n in found if n.startswith(f"model/{shard.table}.weight@"))
         ((_, values),) = pieces(lives.saver, shard)
         found[name] = values.tobytes()
+        for _, state, sums in state_pieces(lives.saver, shard):
+            (name,) = (n for n in found if f"{shard.table}.weight/" in n and f".{state}@" in n)
+            found[name] = sums.tobytes()
     return found
 
 
@@ -57,7 +60,8 @@ def go_back(
         Kinds of the checkpoints.
     """
     copies = PeerCopies() if peers else None
-    lives = Lives(folder, memory, quantization=delta(), peers=copies, plan=plan)
+    chosen = delta(optimizer="logdelta")
+    lives = Lives(folder, memory, quantization=chosen, peers=copies, plan=plan)
     lives.begin()
     lives.saver.restore()
     lives.train(12)

@@ -104,18 +104,23 @@ def test_a_lost_row_is_found(workers: Workers, sabotage: str) -> None:
 
 def link(run: Run) -> None:
     """Run a short sequence of links: with failures, told to one rank only, on other ranks."""
-    run.begin_run(11, Life(delta=True, staging="copy"), background=0)
+    run.begin_run(11, Life(delta=True, log_state=True, staging="copy"), background=0)
     run.spec = ModelSpec((CollectionSpec("c", (TableSpec("t", 300, 8, ("f0", "f1")),)),))
     run.save(2, FREE)
     run.save(2, Way(fault=Point.FILE, fault_rank=1))
     run.save_in_the_background(1, Way(Point.FILE), meanwhile=2)
-    run.restart(1, FREE, Life(1, delta=True), background=0, newest=True, which=0)
+    run.restart(1, FREE, Life(1, delta=True, log_state=True), background=0, newest=True, which=0)
     run.save(1, FREE)
     run.save(1, Way(fault=Point.COMMITTED))
-    run.restart(1, FREE, Life(delta=True), background=0, newest=True, which=0)
+    run.restart(1, FREE, Life(delta=True, log_state=True), background=0, newest=True, which=0)
     run.save(1, Way(fault=Point.HEARD, fault_rank=1))
     run.save(1, FREE)
     run.save(1, FREE)
+    for log_state in (False, True):  # another scheme begins with a base
+        life = Life(delta=True, log_state=log_state)
+        run.restart(1, FREE, life, background=0, newest=True, which=0)
+        run.save(1, FREE)
+        run.save(1, FREE)
     run.teardown()
 
 

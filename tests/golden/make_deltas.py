@@ -2,6 +2,7 @@
 
     python -m tests.golden.make_deltas tests/golden/deltas
     python -m tests.golden.make_deltas tests/golden/lc --method lc
+    python -m tests.golden.make_deltas tests/golden/logdelta --method logdelta
 
 As ``make`` does: made once, with the values that they restore to beside them in ``expected.npz``.
 """
@@ -12,14 +13,16 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Chained, Delta, Fisher, LcCheckpoint, RowContext
 from torchrec_checknrun.codecs.quantization import TableEncoding
+from torchrec_checknrun.delta import log_levels
 from torchrec_checknrun.delta.digest import text_of
-from torchrec_checknrun.delta.references import EncodeUpon, References, Restored
+from torchrec_checknrun.delta.references import Note, References, Upon
 from torchrec_checknrun.delta.rows import values_of
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.chunk import EncodedChunk
@@ -41,6 +44,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Data types of the tables stored as differences, by table; ``fp32`` is split by columns."""
 SPLIT = {"fp32": [(0, 5), (5, DIM)]}
 LC_BITS = {"fp32": 2, "bf16": 3, "fp16": 4}
+T = TypeVar("T")
 ALONE = "fisher"
 """A table of rows that stand alone."""
 
@@ -57,10 +61,18 @@ class Recorder:
     def base(self) -> bool:
         return self.changes.base
 
-    def encode(self, ids: torch.Tensor, encode_upon: EncodeUpon) -> tuple[torch.Tensor, Restored]:
-        payload, after = self.changes.encode(self.references, ids, encode_upon)
-        self.restored[ids] = values_of(after(np.arange(len(ids))), self.restored.dtype)
-        return payload, after
+    def encode(self, ids: torch.Tensor, upon: Upon[T]) -> T:
+        return self.changes.encode(self.references, ids, self._noting(ids, upon))
+
+    def _noting(self, ids: torch.Tensor, upon: Upon[T]) -> Upon[T]:
+        def encode(references: References, positions: np.ndarray, note: Note, /) -> T:
+            found = upon(references, positions, note)
+            if isinstance(found, tuple):  # of weights, with what they restore to
+                rows = found[1](np.arange(len(ids)))
+                self.restored[ids] = values_of(rows, self.restored.dtype)
+            return found
+
+        return encode
 
 
 def make_rows(table: str, age: int, columns: tuple[int, int]) -> RowBlock:
@@ -81,7 +93,7 @@ def make_rows(table: str, age: int, columns: tuple[int, int]) -> RowBlock:
 
 
 def codec_of(table: str, method: str) -> Chained:
-    return Delta(step=2.0**-12) if method == "delta" else LcCheckpoint(LC_BITS[table])
+    return LcCheckpoint(LC_BITS[table]) if method == "lc" else Delta(step=2.0**-12)
 
 
 def make(into: Path, method: str = "delta") -> None:
@@ -100,7 +112,8 @@ def make(into: Path, method: str = "delta") -> None:
             keys = [(table, columns) for columns in ranges]
             codec = codec_of(table, method)
             for key in keys:
-                held.setdefault(key, codec.references(table, Rectangle(0, ROWS, *key[1])))
+                states = ["momentum1"] if method == "logdelta" else []
+                held.setdefault(key, codec.references(table, Rectangle(0, ROWS, *key[1]), states))
             changes = Transaction([held[key] for key in keys], base=age == 0)
             for key in keys:
                 chunks += _encode(codec, changes, held[key], age, expected)
@@ -134,11 +147,17 @@ def _encode(
     key = f"{references.table}.{references.columns[0]}"
     none = torch.zeros((ROWS, dim), dtype=block.weight.dtype)
     recorder = Recorder(changes, references, expected.setdefault(key, none))
-    encoding = TableEncoding(codec.upon(recorder), compress=age % 2 == 1)
+    scheme = "logdelta" if references.states else "fp32"
+    encoding = TableEncoding(codec.upon(recorder), scheme, compress=age % 2 == 1)
     sums = expected.setdefault(f"{key}.momentum1", torch.zeros(ROWS))
     sums[block.ids] = block.optimizer["momentum1"]
     half = len(block.ids) // 2
-    return [encode_rows(_part(block, rows), encoding) for rows in (slice(half), slice(half, None))]
+    parts = (slice(half), slice(half, None))
+    chunks = [encode_rows(_part(block, rows), encoding) for rows in parts]
+    if references.states:
+        codes = references.states["momentum1"].gather(block.ids.numpy())
+        sums[block.ids] = log_levels.values_of(codes)
+    return chunks
 
 
 def _part(block: RowBlock, rows: slice) -> RowBlock:
@@ -209,7 +228,7 @@ def _manifest(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--method", choices=["delta", "lc"], default="delta")
+    parser.add_argument("--method", choices=["delta", "lc", "logdelta"], default="delta")
     arguments = parser.parse_args()
     if os.path.exists(arguments.folder):
         parser.error(f"{arguments.folder} exists: golden checkpoints are made once")

@@ -16,6 +16,7 @@ from tests.crash.save_sweep import alone
 from tests.distributed.models import Job
 from tests.unit.chains import new_root, one_thread
 from tests.unit.console import Console
+from tests.unit.run import deltas
 from tests.unit.run.jobs import make_job
 from tests.unit.run.lives import Lives
 from tests.unit.tracked_model import make_model
@@ -76,6 +77,16 @@ def one_rank() -> Iterator[None]:
     """Run a test in a process group of one rank, with one thread."""
     with alone():
         yield
+
+
+@pytest.fixture(params=["fp32", "logdelta"])
+def state_scheme(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test with tables stored as differences whose optimizer state is exact, or logarithmic
+    differences, too.
+    """
+    monkeypatch.setattr(deltas, "default_scheme", request.param)
+    found: str = request.param
+    return found
 
 
 @pytest.fixture

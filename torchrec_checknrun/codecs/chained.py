@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from typing import ClassVar, Protocol
+from functools import partial
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from torchrec_checknrun.codecs.base import Codec, Parameters
+from torchrec_checknrun.codecs.row_state import LOGDELTA
+from torchrec_checknrun.delta import log_levels
 from torchrec_checknrun.delta.grid import Grid
-from torchrec_checknrun.delta.references import EncodeUpon, References, Restored
+from torchrec_checknrun.delta.references import References, Upon, encode_state_upon
 
+_T = TypeVar("_T")
 _LINK = "link"
 """The parameter of a block that tells a link from rows that stand alone."""
 
@@ -28,8 +32,8 @@ class Recorder(Protocol):
     def base(self) -> bool:
         """Whether all rows stand alone."""
 
-    def encode(self, ids: torch.Tensor, encode_upon: EncodeUpon) -> tuple[torch.Tensor, Restored]:
-        """Have rows encoded, and note what they restore to."""
+    def encode(self, ids: torch.Tensor, upon: Upon[_T]) -> _T:
+        """Have rows, or their state, encoded, and note what they restore to."""
 
 
 class Chained(Codec):
@@ -51,6 +55,25 @@ class Chained(Codec):
 
     def needs_base(self, parameters: Parameters) -> bool:
         return parameters.get(_LINK) is True
+
+    def encode_state(
+        self, name: str, state: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, Parameters]:
+        """Encode a row-wise state as logarithmic differences, see ``row_state.LOGDELTA``.
+
+        Args:
+            name: the state's.
+            state: ``(n,)`` float32, on any device.
+            ids: the rows' global ids, ``(n,)`` int64.
+
+        Returns:
+            The payload, 1-D uint8 on the CPU, and its parameters.
+        """
+        parameters: Parameters = {"scheme": LOGDELTA}
+        if self._recorder is None:
+            return log_levels.encode(log_levels.codes_of(state)), parameters
+        payload = self._recorder.encode(ids, partial(encode_state_upon, name=name, state=state))
+        return payload, parameters | (self._link_parameters() if self._upon_others else {})
 
     @abstractmethod
     def apply(

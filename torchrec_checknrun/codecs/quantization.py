@@ -13,6 +13,8 @@ from functools import cached_property
 from glob import escape
 from typing import Literal
 
+import torch
+
 from torchrec_checknrun.bitwidth import MOST, width_for
 from torchrec_checknrun.codecs import (
     Bf16,
@@ -33,7 +35,7 @@ from torchrec_checknrun.codecs import (
 from torchrec_checknrun.codecs.base import WIDTHS
 from torchrec_checknrun.codecs.kmeans import require_kmeans1d
 from torchrec_checknrun.codecs.lc import BITS as LC_BITS
-from torchrec_checknrun.codecs.row_state import STATE_SCHEMES
+from torchrec_checknrun.codecs.row_state import LOGDELTA, STATE_SCHEMES, is_log_state
 from torchrec_checknrun.errors import UnsupportedFormat
 
 _NARROW = ("fp16", "bf16")
@@ -50,6 +52,8 @@ SMALL_TABLE_ROWS = 1000
 """Tables with fewer rows are stored exactly: together they hardly add to a checkpoint's size, and
 each of their rows is looked up often.
 """
+OPTIMIZERS = (*STATE_SCHEMES, LOGDELTA)
+"""Ways to store optimizer state."""
 _SPEC_TYPES = (str, int, float, bool, type(None))
 
 
@@ -59,13 +63,22 @@ class TableEncoding:
 
     Attributes:
         codec: for the weights.
-        optimizer: for optimizer state, one of ``row_state.STATE_SCHEMES``.
+        optimizer: for optimizer state, one of ``OPTIMIZERS``.
         compress: whether to apply zstd where that makes a chunk smaller.
     """
 
     codec: Codec
     optimizer: str = "fp32"
     compress: bool = False
+
+    @property
+    def state_scheme(self) -> str:
+        """The scheme, of ``row_state.STATE_SCHEMES``, for state that isn't differences."""
+        return "log8" if self.optimizer == LOGDELTA else self.optimizer
+
+    def keeps(self, state: torch.Tensor) -> bool:
+        """Return whether a state is stored as differences to the checkpoint before."""
+        return self.optimizer == LOGDELTA and isinstance(self.codec, Delta) and is_log_state(state)
 
     def settled(self, codecs: Settled) -> TableEncoding:
         """Replace a codec that ranks settle by the one that was settled, if there is one."""
@@ -99,6 +112,9 @@ class Quantization:
         offset: ``importance``: instead of a budget, a number added to the bits of every row.
         optimizer: row-wise optimizer state: ``fp32`` (unchanged), ``bf16`` or ``log8``; ``rowlog8``
             is ``log8`` for that and takes a byte for each value of pointwise state, too.
+            ``logdelta``, with ``delta``: differences of logarithms to the last checkpoint, of
+            tables that aren't stored by ``delta`` (other choices of ``tables``, small ones, those
+            beyond ``reference_bytes``) ``log8``.
         compress: whether to apply zstd to all of this where that makes a chunk smaller.
         exact_below_rows: tables with fewer rows are stored exactly.
         tables: other choices for tables whose name matches a pattern (``fnmatch``, on the state
@@ -141,8 +157,8 @@ class Quantization:
 
     def __post_init__(self) -> None:
         self._check_width()
-        if self.optimizer not in STATE_SCHEMES:
-            raise ValueError(f"optimizer must be one of {STATE_SCHEMES}, not {self.optimizer!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {OPTIMIZERS}, not {self.optimizer!r}")
         if not isinstance(self.compress, bool):
             raise ValueError(f"compress must be True or False, not {self.compress!r}")
         if type(self.exact_below_rows) is not int or self.exact_below_rows < 0:
@@ -156,6 +172,7 @@ class Quantization:
                 f"reference_bytes must be a number of bytes such as 8 << 30, or None, not {most!r}"
             )
         self._check_tables()
+        self._check_logdelta()
         if self.codec is not None:
             self._check_codec(self.codec)
         if self.method == "kmeans":
@@ -206,6 +223,17 @@ class Quantization:
             )
         if any(choice.tables for choice in self.tables.values()):
             raise ValueError("the choice for a pattern can't have patterns of its own")
+
+    def _check_logdelta(self) -> None:
+        """Refuse differences of optimizer state where no rows are differences."""
+        if self.optimizer == LOGDELTA and not any(
+            choice.method == "delta" and choice.optimizer == LOGDELTA
+            for choice in (self, *self.tables.values())
+        ):
+            raise ValueError(
+                "optimizer='logdelta' stores differences to what method='delta' keeps in memory, "
+                f"and method is {self.method!r}: give optimizer='log8', a byte a row"
+            )
 
     def _check_codec(self, codec: object) -> None:
         """Refuse a codec whose chunks no restore could read."""
@@ -298,7 +326,9 @@ class Quantization:
         for table in tables:
             found = (q for pattern, q in self.tables.items() if fnmatchcase(table, pattern))
             choice = next(found, self)
-            alone[escape(table)] = replace(choice, method=ALONE[choice.method], tables={})
+            scheme = choice._encoding.state_scheme
+            method = ALONE[choice.method]
+            alone[escape(table)] = replace(choice, method=method, optimizer=scheme, tables={})
         return replace(self, tables={**alone, **self.tables})
 
     def widths(self, tables: Mapping[str, int]) -> dict[str, int]:

@@ -7,7 +7,9 @@ matter, but the values span tens of powers of two within one table. For that rea
 offered: its smallest number is 6e-8, most rows' sums lie below and would become zero, and the next
 update of such a row would be as large as its first one.
 
-A scheme is a class here, listed in ``_SCHEMES``: nothing else has to know of it.
+A scheme is a class here, listed in ``_SCHEMES``: nothing else has to know of it. But ``logdelta``,
+whose rows may be differences to those of the checkpoint before: codecs that build on it
+(``chained``) encode such state, and references hold what it restores to.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import torch
 
 from torchrec_checknrun.codecs.base import Parameters, require_size
 
+LOGDELTA = "logdelta"
+"""The scheme of row-wise state whose rows are ``log_levels``, or differences of these."""
 _STEP = 8 / 63
 """Of rowlog8: the logarithm, to base 2, of the ratio of two levels; 126 make 16 powers of two."""
 _LEAST_SCALE = 2.0**-93
@@ -105,6 +109,22 @@ def family(parameters: Parameters) -> Hashable:
     """
     scheme = parameters.get("scheme")
     return scheme if scheme == "log8" else tuple(sorted(parameters.items()))
+
+
+def is_log_link(parameters: Parameters) -> bool:
+    """Return whether rows stored by ``LOGDELTA`` may be differences to those before.
+
+    Raises:
+        ValueError: these are no parameters of the scheme.
+    """
+    if parameters not in ({"scheme": LOGDELTA}, {"scheme": LOGDELTA, "link": True}):
+        raise ValueError(f"{parameters} are not of {LOGDELTA}")
+    return len(parameters) > 1
+
+
+def is_log_state(state: torch.Tensor) -> bool:
+    """Return whether state can be stored by ``LOGDELTA``: row-wise, in float32."""
+    return state.dim() == 1 and state.dtype == torch.float32
 
 
 class _Scheme(ABC):

@@ -36,8 +36,8 @@ from torchrec_checknrun.format.entries import (
 )
 from torchrec_checknrun.format.row_chunk import add_exact
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.format.row_values import EncodedRows, EncodedState
-from torchrec_checknrun.restore.links import newest_rows
+from torchrec_checknrun.format.row_values import EncodedRows, EncodedState, LogState
+from torchrec_checknrun.restore.links import newest_codes, newest_rows
 from torchrec_checknrun.values.state import raw_bytes
 
 
@@ -86,8 +86,8 @@ class Piece:
         if weight is None:
             weight = _decoded(stored, positions)
         states = stored.states
-        if not whole:
-            states = {name: state.select(positions) for name, state in states.items()}
+        if not whole or references is not None:
+            states = {name: _state(stored, name, positions, references) for name in states}
         return cls(
             ids=stored.ids if whole else stored.ids[positions],
             weight=weight,
@@ -132,6 +132,16 @@ def _alone(stored: StoredRows, chosen: np.ndarray, references: References) -> En
     assert isinstance(codec, Chained)
     data, parameters = codec.alone(newest_rows(references, stored, chosen), stored.header.dtype)
     return replace(stored.weight, parameters=parameters, data=data, count=len(chosen))
+
+
+def _state(
+    stored: StoredRows, name: str, chosen: np.ndarray, references: References | None
+) -> EncodedState:
+    """Take an optimizer state of rows, still encoded, or as it restores in the end of its chain."""
+    if name not in stored.header.log_states:
+        return stored.states[name].select(chosen)
+    assert references is not None, "such state is of tables stored as differences"
+    return LogState.of(newest_codes(references, stored, name, chosen))
 
 
 def chunks_of(pieces: Iterable[Piece]) -> Iterator[EncodedChunk]:
@@ -231,6 +241,8 @@ def _join_states(parts: Sequence[EncodedState], places: Sequence[np.ndarray]) ->
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
+    if isinstance(first, LogState):
+        return first.joined(parts, places)
     if any(part.parameters != first.parameters for part in parts):
         parts = [_exact_state(part) for part in parts]
     blocks = [(part.data, part.count) for part in parts]

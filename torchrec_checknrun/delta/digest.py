@@ -41,13 +41,13 @@ def row_digests(ids: np.ndarray, columns: Columns, rows: Grid) -> np.ndarray:
             torch.from_numpy(out),
         )
         return out.view(np.uint64)
-    place = _mixed(ids.astype(np.uint64) ^ _mixed(np.array(columns, np.uint64))[0])
-    place ^= _mixed(np.array(columns, np.uint64))[1] << np.uint64(1)
+    place = mixed(ids.astype(np.uint64) ^ mixed(np.array(columns, np.uint64))[0])
+    place ^= mixed(np.array(columns, np.uint64))[1] << np.uint64(1)
     kind = rows.kind.astype(np.uint64) << np.uint64(32)
-    place = _mixed(place ^ kind ^ (rows.exponent.astype(np.int64) + 1024).astype(np.uint64))
+    place = mixed(place ^ kind ^ (rows.exponent.astype(np.int64) + 1024).astype(np.uint64))
     codes = np.ascontiguousarray(rows.codes).view(np.uint32).astype(np.uint64)
     codes *= _factors(rows.codes.shape[1])
-    found = _mixed(place + codes.sum(axis=1, dtype=np.uint64))
+    found = mixed(place + codes.sum(axis=1, dtype=np.uint64))
     found[rows.kind == 0] = 0
     return found
 
@@ -65,13 +65,13 @@ def text_of(digest: int) -> str:
 @functools.cache
 def _factors(columns: int) -> np.ndarray:
     """Return odd factors, one for each column."""
-    return _mixed(np.arange(columns, dtype=np.uint64)) | np.uint64(1)
+    return mixed(np.arange(columns, dtype=np.uint64)) | np.uint64(1)
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def mixed(values: np.ndarray) -> np.ndarray:
     """Mix the bits of 64-bit words, one to one (splitmix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
+    values ^= values >> np.uint64(31)
+    return values

@@ -7,7 +7,7 @@ on such a row. So the predecessors of fp32 tables take little more than a quarte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -64,8 +64,8 @@ class GridReferences(References):
 
     keeps_bits: ClassVar[bool] = False
 
-    def __init__(self, table: str, rectangle: Rectangle) -> None:
-        super().__init__(table, rectangle)
+    def __init__(self, table: str, rectangle: Rectangle, states: Iterable[str] = ()) -> None:
+        super().__init__(table, rectangle, states)
         n, cols = rectangle.rows, rectangle.cols
         self._forms = np.zeros(n, np.uint8)
         self._exponents = np.zeros(n, np.uint8)
@@ -73,19 +73,20 @@ class GridReferences(References):
         self._beside = {form: _Beside(cols, dtype) for form, dtype in _TYPES.items()}
 
     @staticmethod
-    def expected_bytes(rectangle: Rectangle) -> int:
-        return rectangle.rows * delta_reference_bytes(rectangle.cols)
+    def expected_bytes(rectangle: Rectangle, states: int = 0) -> int:
+        return rectangle.rows * delta_reference_bytes(rectangle.cols, states)
 
     @property
     def bytes(self) -> int:
         beside = sum(rows.bytes for rows in self._beside.values())
-        return self._forms.nbytes + self._exponents.nbytes + self._slots.nbytes + beside
+        own = self._forms.nbytes + self._exponents.nbytes + self._slots.nbytes
+        return super().bytes + own + beside
 
     def clear(self) -> None:
+        super().clear()
         self._forms[:] = _Form.NONE
         for rows in self._beside.values():
             rows.clear()
-        self.digest = 0
 
     def gather(self, positions: np.ndarray) -> Grid:
         if has_extension():
@@ -141,7 +142,7 @@ class GridReferences(References):
                 here = forms == form
                 if here.any():
                     self._set_words(positions[here], held.add(rows.codes[here]))
-        self.digest = (self.digest - gone + total(digests)) % WORD
+        self.weights_digest = (self.weights_digest - gone + total(digests)) % WORD
 
     def _scatter(self, positions: np.ndarray, rows: Grid, digests: np.ndarray) -> None:
         """Replace rows, but the codes of those that are to lie beside."""
@@ -209,7 +210,7 @@ class GridReferences(References):
                 self._set_words(here, rows.add(codes[forms == form]))
                 self._forms[here] = form
         before, after = rest[-2:]
-        self.digest = (self.digest - before + after) % WORD
+        self.weights_digest = (self.weights_digest - before + after) % WORD
         return data.numpy(), sizes
 
     @property
@@ -259,13 +260,16 @@ class GridReferences(References):
         if rectangle == self.rectangle:
             return self
         start = rectangle.row_start - self.rectangle.row_start
-        found = GridReferences(self.table, rectangle)
+        found = GridReferences(self.table, rectangle, self.states)
         for at in range(0, rectangle.rows, BLOCK_ROWS):
             here = np.arange(at, min(at + BLOCK_ROWS, rectangle.rows))
             record = self.record(here + start)
-            found.digest = (found.digest + total(self.digests(record.positions))) % WORD
+            found.weights_digest = (
+                found.weights_digest + total(self.digests(record.positions))
+            ) % WORD
             record.positions = here
             found.put_back(record)
+        found._take_states(self)
         return found
 
     def _release(self, positions: np.ndarray) -> None:

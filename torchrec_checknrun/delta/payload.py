@@ -10,13 +10,12 @@ right, but for what so many stored bytes can hold.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 import zstandard
 
-from torchrec_checknrun.delta.kernel import stream_sizes
 from torchrec_checknrun.delta.layout import SLACK
 
 VERSION = 1
@@ -55,15 +54,20 @@ def join(data: np.ndarray, sizes: list[int]) -> torch.Tensor:
     return torch.frombuffer(bytearray().join(pieces), dtype=torch.uint8)
 
 
-def split(payload: torch.Tensor, rows: int, dim: int) -> np.ndarray:
+def split(
+    payload: torch.Tensor, rows: int, sizes_of: Callable[[np.ndarray], list[int]]
+) -> np.ndarray:
     """Return a payload's streams, one behind the other, and ``SLACK`` more bytes.
 
+    Args:
+        sizes_of: returns the bytes of all streams, given the symbols, ``(rows,)`` uint8.
+
     Raises:
-        ValueError: no encoder writes such a payload of so many rows and columns.
+        ValueError: no encoder writes such a payload of so many rows, or ``sizes_of`` says so.
     """
     view = payload.numpy().data
     symbols, at = _read_symbols(view, rows)
-    sizes = stream_sizes(symbols, dim)
+    sizes = sizes_of(symbols)
     full = [size for size in sizes[1:] if size]
     lengths = []
     for _ in full:

@@ -9,6 +9,8 @@ hence adding it is exact and in any grouping gives the same integers. Everything
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -100,7 +102,7 @@ def apply(
     Raises:
         ValueError: no encoder writes such a payload, or not upon these predecessors.
     """
-    data = split(payload, rows, dim)
+    data = split(payload, rows, partial(kernel.stream_sizes, dim=dim))
     first, last, _ = (columns or slice(None)).indices(dim)
     if chosen is not None:
         chosen = np.ascontiguousarray(chosen, np.int64)

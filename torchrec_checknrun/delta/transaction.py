@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 
 from torchrec_checknrun.delta.digest import WORD
-from torchrec_checknrun.delta.references import EncodeUpon, References, Restored, Undo
+from torchrec_checknrun.delta.references import References, Undo, Upon
 from torchrec_checknrun.errors import SaveFailed
+
+_T = TypeVar("_T")
 
 TableDigests = dict[str, tuple[int | None, int]]
 """By table, the sum of digests before a save, None for a base, and after; of one rank's rows."""
@@ -36,15 +39,14 @@ class Transaction:
         self._cleared = not base
         self._undo: list[Undo] = []
         self._before = [one.digest for one in self._references]
+        self._digests_before = [one.digests_as_now() for one in self._references]
 
-    def encode(
-        self, references: References, ids: torch.Tensor, encode_upon: EncodeUpon
-    ) -> tuple[torch.Tensor, Restored]:
-        """Encode rows upon their predecessors, which they replace.
+    def encode(self, references: References, ids: torch.Tensor, upon: Upon[_T]) -> _T:
+        """Encode rows, or their state, upon their predecessors, which they replace.
 
         Args:
             ids: ``(n,)`` int64, global, sorted and distinct.
-            encode_upon: encodes the rows.
+            upon: encodes them.
 
         Raises:
             SaveFailed: the save was given up.
@@ -59,7 +61,7 @@ class Transaction:
             if not self._open:
                 raise SaveFailed("the save whose rows were to be encoded was given up")
             self._clear()
-            return encode_upon(references, positions, note)
+            return upon(references, positions, note)
 
     def digests(self) -> TableDigests:
         """Return the tables' digests before and after the save, once all rows are encoded."""
@@ -86,8 +88,8 @@ class Transaction:
             for put_back in reversed(self._undo):
                 put_back()
             if not self.base:
-                for one, before in zip(self._references, self._before, strict=True):
-                    one.digest = before
+                for put_back in self._digests_before:
+                    put_back()
             self._undo = []
 
     def _clear(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from msgspec import UNSET, UnsetType
 
 from torchrec_checknrun.codecs import (
+    Chained,
     Codec,
     Encoded,
     Exact,
@@ -66,6 +67,7 @@ class RowsHeader:
         dtype: of the weights.
         exceptions: rows stored exactly, because the codec can't represent them.
         optimizer: by state name, dtype and whether the state is row-wise (one value a row).
+        log_states: names of the states that references keep, see ``row_state.LOGDELTA``.
         sections: ids, weights, exceptions if there are any, optimizer states: in payload order.
         decoded_bytes: bytes of the rows in memory, with ids and optimizer state.
         is_link: whether rows may be differences to what the checkpoint before restores.
@@ -87,6 +89,7 @@ class RowsHeader:
     sections: tuple[IdsSection | Section, ...]
     decoded_bytes: int
     is_link: bool = False
+    log_states: frozenset[str] = frozenset()
 
 
 def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
@@ -116,20 +119,7 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     ids_encoding, ids_bytes = row_ids.encode(block.ids.cpu().numpy())
     sections.pieces.append(ids_bytes)  # compressed already
     weight_section = _add_weight(sections, block, encoded, codec)
-    optimizer = []
-    for name, state in states.items():
-        data, parameters = row_state.encode_row_state(state, encoding.optimizer)
-        part = sections.add(raw_bytes(data))
-        optimizer.append(
-            OptimizerSection(
-                bytes=part.bytes,
-                raw=part.raw,
-                name=name,
-                dtype=_name_of(state.dtype),
-                rowwise=state.dim() == 1,
-                encoding=cast(Options, parameters),
-            )
-        )
+    optimizer = tuple(_add_state(sections, block, name, encoding) for name in states)
     entry = RowsEntry(
         table=block.table,
         table_rows=block.shape.rows,
@@ -140,7 +130,7 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
         count=n,
         ids=IdsSection(ids_encoding, len(ids_bytes)),
         weight=weight_section,
-        optimizer=tuple(optimizer),
+        optimizer=optimizer,
         error=_relative_error(block, encoded, codec) if codec.lossy else UNSET,
     )
     return EncodedChunk(entry, sections.pieces)
@@ -176,6 +166,27 @@ def _add_weight(
         value_bits=codec.value_bits,
         parameters=cast(GroupedOptions, encoded.parameters) or UNSET,
         exceptions=exact,
+    )
+
+
+def _add_state(
+    sections: Sections, block: RowBlock, name: str, encoding: TableEncoding
+) -> OptimizerSection:
+    """Append an optimizer state; return its part of the index entry."""
+    state, codec = block.optimizer[name], encoding.codec
+    if encoding.keeps(state):
+        assert isinstance(codec, Chained)
+        data, parameters = codec.encode_state(name, state, block.ids)
+    else:
+        data, parameters = row_state.encode_row_state(state, encoding.state_scheme)
+    part = sections.add(raw_bytes(data))
+    return OptimizerSection(
+        bytes=part.bytes,
+        raw=part.raw,
+        name=name,
+        dtype=_name_of(state.dtype),
+        rowwise=state.dim() == 1,
+        encoding=cast(Options, parameters),
     )
 
 
@@ -236,6 +247,7 @@ def _header(entry: RowsEntry) -> RowsHeader:
     parameters: Parameters = dict(weight.parameters or {})
     if codec.chained and exact:
         raise ValueError(f"codec {codec.name!r} has no rows that it can't hold")
+    is_link = codec.needs_base(parameters)
     return RowsHeader(
         entry=entry,
         table=entry.table,
@@ -247,13 +259,32 @@ def _header(entry: RowsEntry) -> RowsHeader:
         dtype=dtype,
         codec=codec,
         parameters=parameters,
-        is_link=codec.needs_base(parameters),
+        is_link=is_link,
+        log_states=frozenset(s.name for s in entry.optimizer if _is_log(s, codec, is_link)),
         exceptions=exceptions,
         optimizer=optimizer,
         state_encodings={s.name: dict(s.encoding) for s in entry.optimizer},
         sections=sections,
         decoded_bytes=count * row,
     )
+
+
+def _is_log(section: OptimizerSection, codec: Codec, is_link: bool) -> bool:
+    """Return whether references keep a state, whose encoding is checked.
+
+    Raises:
+        ValueError: the encoding doesn't fit the state, or the chunk's weights.
+    """
+    if section.encoding.get("scheme") != row_state.LOGDELTA:
+        return False
+    rowwise = section.rowwise and section.dtype == "float32"
+    link = row_state.is_log_link({**section.encoding})
+    if not (rowwise and codec.chained) or (link and not is_link):
+        raise ValueError(
+            f"state {section.name!r} of {section.dtype} is stored by {row_state.LOGDELTA}, beside "
+            f"{'a link' if is_link else 'rows that stand alone'} of codec {codec.name!r}"
+        )
+    return True
 
 
 def _name_of(dtype: torch.dtype) -> RowsDtype:

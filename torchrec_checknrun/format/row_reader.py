@@ -19,7 +19,7 @@ from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.chunk import open_sections
 from torchrec_checknrun.format.row_chunk import RowsHeader
-from torchrec_checknrun.format.row_values import EncodedRows, EncodedState
+from torchrec_checknrun.format.row_values import EncodedRows, EncodedState, LogState
 from torchrec_checknrun.native import Chosen, part_of, try_copy_rows
 from torchrec_checknrun.shards import LocalShard, Rows
 
@@ -92,7 +92,7 @@ class StoredRows:
         with self.refusing():
             parts = self._parts[2 if header.exceptions else 1 :]
             return {
-                name: EncodedState(
+                name: (LogState if name in header.log_states else EncodedState)(
                     parameters=header.state_encodings[name],
                     data=_tensor(part),
                     count=header.count,
@@ -120,11 +120,27 @@ class StoredRows:
         with self.refusing():
             if not isinstance(references, codec.references):
                 raise ValueError(f"codec {codec.name!r} upon rows of another codec")
+            if references.states.keys() != header.log_states:
+                raise ValueError(
+                    f"optimizer state of {sorted(header.log_states)} is stored as differences, "
+                    f"before it was {sorted(references.states)}"
+                )
             before = references.gather(at) if header.is_link else None
             found = codec.apply(
                 self.weight.data, header.parameters, header.count, before, positions, header.cols
             )
+            codes = {
+                name: self._log_state(name).codes(held.gather(at), chosen)
+                for name, held in references.states.items()
+            }
             references.scatter(at, found)
+            for name, held in references.states.items():
+                held.scatter(at, codes[name], held.gather(at))
+
+    def _log_state(self, name: str) -> LogState:
+        state = self.states[name]
+        assert isinstance(state, LogState)
+        return state
 
     def verbatim(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows stored bit for bit; see ``codecs.chained.Chained.verbatim_rows``."""

@@ -6,7 +6,7 @@ chunks to new ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from torchrec_checknrun.codecs import Codec, Parameters, row_state
 from torchrec_checknrun.codecs.base import require_size
+from torchrec_checknrun.delta import log_levels
 from torchrec_checknrun.native import BLOCK_BYTES, Chosen
 
 
@@ -195,6 +196,53 @@ class EncodedState:
     @property
     def _row_bytes(self) -> int:
         return row_state.state_row_bytes(self.parameters, (self.count, *self.cols), self.dtype)
+
+
+@dataclass(frozen=True)
+class LogState(EncodedState):
+    """A row-wise state whose rows are codes of ``log_levels``, or differences of these."""
+
+    def checked(self) -> LogState:
+        """Return this state: only decoding tells whether the bytes are right."""
+        return self
+
+    @property
+    def raw(self) -> None:
+        """The rows are encoded."""
+
+    @classmethod
+    def of(cls, codes: np.ndarray) -> LogState:
+        """Encode codes that stand alone."""
+        data = log_levels.encode(codes)
+        return cls({"scheme": row_state.LOGDELTA}, data, len(codes), (), torch.float32)
+
+    def select(self, positions: np.ndarray) -> LogState:
+        return self.of(self.codes()[positions])
+
+    def decode(self, chosen: Chosen) -> torch.Tensor:
+        return log_levels.values_of(self.codes()[chosen])
+
+    def joined(self, parts: Sequence[EncodedState], places: Sequence[np.ndarray]) -> LogState:
+        """Join the state of rows that stand alone.
+
+        Args:
+            places: for each part its rows' places among all, sorted.
+        """
+        found = np.empty(sum(part.count for part in parts), np.int16)
+        for part, at in zip(parts, places, strict=True):
+            assert isinstance(part, LogState)
+            found[at] = part.codes()
+        return self.of(found)
+
+    def codes(self, before: np.ndarray | None = None, chosen: slice | None = None) -> np.ndarray:
+        """Return the codes of chosen rows, ``(n,)`` int16; see ``log_levels.decode``.
+
+        Raises:
+            ValueError: no encoder writes such state, or not upon these predecessors.
+        """
+        if not row_state.is_log_link(self.parameters):
+            before = None
+        return log_levels.decode(self.data, self.count, before, chosen)
 
 
 def _positions(chosen: Chosen) -> np.ndarray:

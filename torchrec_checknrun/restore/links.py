@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Chained
+from torchrec_checknrun.delta import log_levels
 from torchrec_checknrun.delta.digest import WORD, text_of
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.delta.rows import Grid, Kind, values_of
@@ -108,7 +109,8 @@ class LinkRestore:
         rows = reach(self._shards[i], header)
         place = replace(rows, col_start=columns[0], col_stop=columns[1])
         assert isinstance(header.codec, Chained)
-        self._held[i, columns] = header.codec.references(self._shards[i].table, place)
+        table, states = self._shards[i].table, header.log_states
+        self._held[i, columns] = header.codec.references(table, place, states)
         # Of the shards that split these columns among them the first counts.
         whole = Rectangle(0, header.shape.rows, *columns).intersect(place)
         counts = whole is not None and own.col_start <= columns[0] < own.col_stop
@@ -147,6 +149,16 @@ class LinkRestore:
         columns = header.rectangle.col_start, header.rectangle.col_stop
         assert self._left == 0, "rows are restored before all links were added"
         return values_of(newest_rows(self._held[i, columns], rows, chosen), header.dtype)
+
+    def state(self, i: int, rows: StoredRows, name: str, chosen: Chosen) -> torch.Tensor:
+        """Return an optimizer state of a shard's rows, as ``values`` returns the rows: ``(n,)`` or
+        ``(n, cols)``.
+        """
+        header = rows.header
+        columns = header.rectangle.col_start, header.rectangle.col_stop
+        if name not in header.log_states:
+            return rows.state(name, chosen)
+        return log_levels.values_of(newest_codes(self._held[i, columns], rows, name, chosen))
 
     def digests(self) -> Counted:
         """Return the digests of this rank's rows, once all chunks are added."""
@@ -189,6 +201,15 @@ def newest_rows(references: References, rows: StoredRows, chosen: Chosen) -> Gri
         known[known] = rows.ids[positions[at[known]]] == ids[exact[known]]
         found.codes[exact[known]] = bits[at[known]]
     return found
+
+
+def newest_codes(
+    references: References, rows: StoredRows, state: str, chosen: Chosen
+) -> np.ndarray:
+    """Return the codes that an optimizer state of chosen rows restores to in the end of a chain,
+    ``(n,)`` int16.
+    """
+    return references.states[state].gather(rows.ids[chosen] - references.rectangle.row_start)
 
 
 def check_digests(

@@ -328,7 +328,7 @@ class RowRestore:
         shard, header = self._shards[i], rows.header
         states = common_states(shard, header, self._fit)
         if header.table in self._links:
-            optimizer = {name: rows.state(name, chosen) for name in states}
+            optimizer = {name: self._links.state(i, rows, name, chosen) for name in states}
             weight = self._links.values(i, rows, chosen)
             whole = Rows(torch.from_numpy(rows.ids[chosen]), weight, optimizer)
             if is_converted(shard, header):
@@ -353,7 +353,8 @@ class RowRestore:
 
 
 def decode_all(rows: StoredRows) -> None:
-    """Decode all rows of a chunk, but differences to others: of these the optimizer state alone.
+    """Decode all rows of a chunk, but differences to others: of these the optimizer state alone
+    that is no difference.
 
     Raises:
         CorruptCheckpoint: the chunk is malformed.
@@ -363,5 +364,5 @@ def decode_all(rows: StoredRows) -> None:
         for _ in rows.blocks(whole):
             pass
         return
-    for name in rows.states:
+    for name in rows.states.keys() - rows.header.log_states:
         rows.state(name, whole)

@@ -12,12 +12,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from torchrec_checknrun.codecs import Chained, Codec, Delta, Fisher
-from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.delta.references import EncodeUpon, References, Restored
+from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
+from torchrec_checknrun.delta.references import References, Upon
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.model.tracked import TrackedModel
@@ -32,6 +33,34 @@ NO_LINKS = ""
 """Stands for the checkpoint of a rank's references where no table is stored as differences."""
 
 _Key = tuple[str, Rectangle]
+_T = TypeVar("_T")
+
+
+class _Kind(NamedTuple):
+    """What references are to be kept of a shard.
+
+    Attributes:
+        states: names of the optimizer states to keep.
+    """
+
+    references: type[References]
+    states: frozenset[str]
+
+    @classmethod
+    def of(cls, shard: LocalShard, encoding: TableEncoding) -> _Kind | None:
+        """Return what to keep; None where no rows are differences."""
+        if not isinstance(encoding.codec, Chained):
+            return None
+        states = (name for name, state in shard.optimizer.items() if encoding.keeps(state))
+        return cls(encoding.codec.references, frozenset(states))
+
+    def fits(self, known: References | None) -> bool:
+        """Return whether references are of this kind."""
+        return isinstance(known, self.references) and known.states.keys() == self.states
+
+    def make(self, table: str, place: Rectangle) -> References:
+        """Make references without any rows."""
+        return self.references(table, place, self.states)
 
 
 @dataclass(frozen=True)
@@ -45,8 +74,8 @@ class _Recorder:
     def base(self) -> bool:
         return self.transaction.base
 
-    def encode(self, ids: torch.Tensor, encode_upon: EncodeUpon) -> tuple[torch.Tensor, Restored]:
-        return self.transaction.encode(self.references, ids, encode_upon)
+    def encode(self, ids: torch.Tensor, upon: Upon[_T]) -> _T:
+        return self.transaction.encode(self.references, ids, upon)
 
 
 class HeldReferences:
@@ -66,7 +95,10 @@ class HeldReferences:
         be a base.
         """
         wanted = _keys(tracked, quantization)
-        return self._checkpoint if self._held.keys() == wanted.keys() else None
+        fits = self._held.keys() == wanted.keys() and all(
+            kind.fits(self._held[key]) for key, kind in wanted.items()
+        )
+        return self._checkpoint if fits else None
 
     def begin(
         self,
@@ -87,14 +119,16 @@ class HeldReferences:
         found: dict[_Key, References] = {}
         rates: dict[str, float] = {} if base else dict(self._rates)
         for each in snapshot.shards:
-            codec = _codec_of(each.shard, quantization)
+            encoding = _encoding_of(each.shard, quantization)
+            codec, kind = encoding.codec, _Kind.of(each.shard, encoding)
             clock = snapshot.progress.get(each.shard.table)
             if isinstance(codec, Fisher) and clock is not None and clock.learning_rate:
                 rates[each.shard.table] = max(rates.get(each.shard.table, 0.0), clock.learning_rate)
-            if isinstance(codec, Chained) and each.shard.rectangle.area:
+            if kind is not None and each.shard.rectangle.area:
                 key = each.shard.table, each.shard.rectangle
-                assert base or key in self._held, f"{each.shard} has no references"
-                found[key] = self._held[key] if key in self._held else codec.references(*key)
+                known = self._held.get(key)
+                assert base or kind.fits(known), f"{each.shard} has no such references"
+                found[key] = known if known and kind.fits(known) else kind.make(*key)
         self._rates, self._held = rates, found
         if base:
             self._checkpoint, self._constants = None, {}
@@ -102,7 +136,7 @@ class HeldReferences:
         chained = any(quantization.for_table(name, n).codec.chained for name, n in names.items())
         changes = Transaction(found.values(), base) if chained else None
         for each in snapshot.shards:
-            codec = _codec_of(each.shard, quantization)
+            codec = _encoding_of(each.shard, quantization).codec
             if isinstance(codec, (Fisher, Chained)):
                 references = found.get((each.shard.table, each.shard.rectangle))
                 each.bind = partial(self._bound, each.shard.table, changes, references)
@@ -170,7 +204,7 @@ class HeldReferences:
         for one in references:
             for key, kind in wanted.items():
                 known = one.table == key[0] and _holds(one.rectangle, key[1])
-                if known and isinstance(one, kind):  # else the chain's codec was another
+                if known and kind.fits(one):  # else the chain's codec or scheme was another
                     self._held[key] = one.part(key[1])
         if self._held.keys() != wanted.keys():
             self.forget()
@@ -238,7 +272,8 @@ def too_large(tracked: TrackedModel, quantization: Quantization, most: int) -> l
     """Name the tables whose references don't fit into memory beside those of smaller ones."""
     sizes: dict[str, int] = {}
     for (table, place), kind in _keys(tracked, quantization).items():
-        sizes[table] = sizes.get(table, 0) + kind.expected_bytes(place)
+        expected = kind.references.expected_bytes(place, len(kind.states))
+        sizes[table] = sizes.get(table, 0) + expected
     left, beyond = most, []
     for table in sorted(sizes, key=lambda name: (sizes[name], name)):
         if sizes[table] <= left:
@@ -253,25 +288,25 @@ def _delta_bytes(manifest: Manifest) -> int:
     return sum(t.weight_bytes + t.ids_bytes + t.optimizer_bytes for t in tables)
 
 
-def _keys(tracked: TrackedModel, quantization: Quantization) -> dict[_Key, type[References]]:
+def _keys(tracked: TrackedModel, quantization: Quantization) -> dict[_Key, _Kind]:
     """Return the places of this rank's parts of tables stored as differences, each with the kind of
     its references.
     """
-    keys = {}
+    keys: dict[_Key, _Kind] = {}
     for shard in tracked.shards:
-        codec = _codec_of(shard.local, quantization)
-        if isinstance(codec, Chained):
+        kind = _Kind.of(shard.local, _encoding_of(shard.local, quantization))
+        if kind is not None:
             whole = shard.local.rectangle
             start, stop = (whole.row_start + at for at in own_range(shard.local))
             place = replace(whole, row_start=start, row_stop=stop)
             if not place.area:
                 continue
-            keys[shard.table, place] = codec.references
+            keys[shard.table, place] = kind
     return keys
 
 
-def _codec_of(shard: LocalShard, quantization: Quantization) -> Codec:
-    return quantization.for_table(shard.table, shard.shape.rows).codec
+def _encoding_of(shard: LocalShard, quantization: Quantization) -> TableEncoding:
+    return quantization.for_table(shard.table, shard.shape.rows)
 
 
 def _holds(whole: Rectangle, part: Rectangle) -> bool:

@@ -120,9 +120,13 @@ class Job:
     @property
     def reference_bytes(self) -> dict[str, int]:
         """All ranks' memory for what the last checkpoint restores, by the methods that store rows
-        as differences to it.
+        as differences to it; with ``optimizer="logdelta"`` for one row-wise state.
         """
-        by_row = {"delta": delta_reference_bytes(self.dim), "lc": lc_reference_bytes(self.dim)}
+        by_row = {
+            "delta": delta_reference_bytes(self.dim),
+            "delta and logdelta": delta_reference_bytes(self.dim, states=1),
+            "lc": lc_reference_bytes(self.dim),
+        }
         return {method: self.rows * size for method, size in by_row.items()}
 
     @property

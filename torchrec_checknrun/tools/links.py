@@ -1,7 +1,7 @@
 """Build the rows of tables stored as differences from storage, without a model or ranks.
 
 Memory: the references of one table: of ``delta`` a little more than a quarter of the table in fp32,
-of ``lc`` as much as the table.
+of ``lc`` as much as the table; two bytes more a row for each state stored by ``logdelta``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class TableLinks:
             columns = header.rectangle.col_start, header.rectangle.col_stop
             if columns not in self.by_columns:
                 place = Rectangle(0, self._rows, *columns)
-                self.by_columns[columns] = header.codec.references(self._table, place)
+                states = header.log_states
+                self.by_columns[columns] = header.codec.references(self._table, place, states)
             stored.add_to(self.by_columns[columns], slice(0, header.count))
 
 

@@ -149,7 +149,11 @@ class TestConsole:
         assert found["full_fp32_bytes"] == FULL
         assert found["expected_restores"] == 1
         assert found["width"] == 32
-        assert found["reference_bytes"] == {"delta": 800 * 12, "lc": 800 * 33}
+        assert found["reference_bytes"] == {
+            "delta": 800 * 12,
+            "delta and logdelta": 800 * 14,
+            "lc": 800 * 33,
+        }
         assert [one["policy"] for one in found["policies"]] == list(POLICIES)
         wanted = forecast(Job(**SMALL, copy_bandwidth=1000.0), "one-shot")
         assert found["policies"][1] == vars(wanted)
@@ -159,7 +163,7 @@ class TestConsole:
         assert result.code == 0
         assert "full in fp32: 520 GB; expected restores: 1.15; rows stored in 3 bit" in result.out
         assert "stalls: at 96 GB/s, 6 a node" in result.out
-        assert "restores: 164 GB with method=delta (10.2 GB a node), 514 GB with" in result.out
+        assert "restores: 164 GB with method=delta (10.2 GB a node), 168 GB with" in result.out
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -194,6 +198,7 @@ def test_references_take_what_links_take(dim: int) -> None:
     found = Job(rows=1000, dim=dim).reference_bytes
     assert found == {
         "delta": GridReferences.expected_bytes(place),
+        "delta and logdelta": GridReferences.expected_bytes(place, states=1),
         "lc": ValueReferences.expected_bytes(place),
     }
     assert found["lc"] == ValueReferences("t", place).bytes

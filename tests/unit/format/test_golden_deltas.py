@@ -1,5 +1,5 @@
 """Restore checkpoints of format version 2, with tables stored as differences, to their bits: by
-``delta`` and by ``lc``.
+``delta`` and by ``lc``, and by ``delta`` with state stored as logarithmic differences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
 FOLDER = Path(__file__).parents[2] / "golden"
-METHODS = {"delta": FOLDER / "deltas", "lc": FOLDER / "lc"}
+METHODS = {"delta": FOLDER / "deltas", "lc": FOLDER / "lc", "logdelta": FOLDER / "logdelta"}
 
 
 @pytest.fixture(params=METHODS)
@@ -117,8 +117,16 @@ def test_rows_of_other_ranks(golden: Path, part: tuple[int, int]) -> None:
         for key in wanted:
             chunk = chunks[key]
             load(ReadableChunk(chunk, partial(read_chunk, root, chunk), nullcontext()))
+    rows.finish(False)
     with np.load(golden / "expected.npz") as expected:
         halves = [
             expected[f"fp32.{first}"].view(np.float32)[slice(*part)] for first, _ in SPLIT["fp32"]
         ]
+        sums = sum(
+            (stop - first)
+            / DIM
+            * expected[f"fp32.{first}.momentum1"].view(np.float32)[slice(*part)].astype(np.float64)
+            for first, stop in SPLIT["fp32"]
+        )
     assert shard.weight.numpy().tobytes() == np.concatenate(halves, axis=1).tobytes()
+    assert np.allclose(shard.optimizer["momentum1"].numpy(), sums, rtol=1e-6, atol=0)

@@ -197,7 +197,7 @@ class TestCheckNRun:
             "checkpoint.policy=consecutive",
             *("checkpoint.method=delta", "checkpoint.loss=1e-5", "checkpoint.current_loss=0.4"),
             *("checkpoint.trained_steps=7", "checkpoint.batch_size=64", "checkpoint.tail=true"),
-            "checkpoint.reference_bytes=1000",
+            *("checkpoint.reference_bytes=1000", "checkpoint.optimizer_state=logdelta"),
             "+checkpoint.tables={t0:{method:fisher,step:0.5}}",
         ).arguments
         assert arguments["quantization"] == Quantization(
@@ -208,6 +208,7 @@ class TestCheckNRun:
             batch_size=64,
             tail=True,
             reference_bytes=1000,
+            optimizer="logdelta",
             tables={"t0": Quantization(method="fisher", step=0.5)},
         )
 

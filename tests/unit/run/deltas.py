@@ -12,6 +12,7 @@ import torch
 
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
 from torchrec_checknrun import Checkpointer, Quantization
+from torchrec_checknrun.delta import log_levels
 from torchrec_checknrun.delta.rows import Kind, values_of
 from torchrec_checknrun.policy import Decision
 from torchrec_checknrun.shards import Rectangle
@@ -24,6 +25,9 @@ SPEC = ModelSpec((CollectionSpec("c", TABLES),))
 
 Tables = dict[str, np.ndarray]
 
+default_scheme = "fp32"
+"""How `delta` stores optimizer state unless told; the fixture `state_scheme` sets it."""
+
 
 def make_job(seed: int = 0, spec: ModelSpec = SPEC) -> Job:
     return Job.build(spec, uniform_plan(spec, "table_wise", 1), seed=seed)
@@ -31,6 +35,8 @@ def make_job(seed: int = 0, spec: ModelSpec = SPEC) -> Job:
 
 def delta(**options: Any) -> Quantization:
     chosen: dict[str, Any] = {"method": "delta", "exact_below_rows": 0, **options}
+    if chosen["method"] == "delta":
+        chosen.setdefault("optimizer", default_scheme)
     if not {"mean_bits", "loss"} & options.keys():
         chosen.setdefault("step", STEP)
     return Quantization(**chosen)
@@ -63,16 +69,39 @@ def live(saver: Checkpointer) -> Tables:
 
 def expected(saver: Checkpointer) -> Tables:
     """Return what a restore must give: integers times steps, or the bits of untrained rows; by
-    ``lc`` the values that are kept.
+    ``lc`` the values that are kept. By ``logdelta`` state is that of its codes.
 
-    The live rows must be within half a step, which is at most the one asked for.
+    The live rows must be within half a step, which is at most the one asked for, and state within
+    4.4 %.
     """
     found = live(saver)
     for shard in saver._target.tracked.shards:
         for place, values in pieces(saver, shard):
             start = place.row_start - shard.rectangle.row_start
             found[shard.local.name][start : start + place.rows] = values
+        for place, state, values in state_pieces(saver, shard):
+            start = place.row_start - shard.rectangle.row_start
+            found[f"{shard.local.name}/{state}"][start : start + place.rows] = values
     return found
+
+
+def state_pieces(
+    saver: Checkpointer, shard: TrackedShard
+) -> Iterator[tuple[Rectangle, str, np.ndarray]]:
+    """Yield this rank's parts of a shard's states that are stored by ``logdelta``, and what they
+    must restore to.
+    """
+    for (table, place), references in saver._saver._links._held.items():
+        if table != shard.table or shard.rectangle.intersect(place) != place:
+            continue
+        start = place.row_start - shard.rectangle.row_start
+        for name, held in references.states.items():
+            exact = shard.local.optimizer[name].detach()[start : start + place.rows]
+            restored = log_levels.values_of(held.gather(np.arange(place.rows)))
+            close = torch.isclose(restored, exact, rtol=0.044, atol=1e-44, equal_nan=True)
+            assert (close | (exact == 0)).all()
+            assert (restored[exact == 0] == 0).all()
+            yield place, name, restored.numpy()
 
 
 def pieces(saver: Checkpointer, shard: TrackedShard) -> Iterator[tuple[Rectangle, np.ndarray]]:

@@ -36,7 +36,7 @@ from torchrec_checknrun import (
 from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.tools.diff import compare
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "state_scheme")
 
 
 @pytest.fixture
@@ -146,10 +146,12 @@ def test_what_is_outside_of_training(tmp_path: Path, job: Job) -> None:
         train(job, saver, 3)
         saver.save()
         (shard,) = (s for s in saver._target.tracked.shards if s.table == table)
-        for value in (float("nan"), 1e-40, 3e38, float("inf"), -0.0, 0.01):
+        sums = (1e-3, 1e-3, 3e38, 1e-41, 1e-3, 0.0, float("inf"), float("nan"), 1e-3)
+        values = (float("nan"), 1e-40, 3e38, float("inf"), -0.0, 0.01, 0.01, 0.02, 0.03)
+        for value, sum_of_squares in zip(values, sums, strict=True):
             ids = torch.tensor([1, 5, 9])
             weight = torch.full((3, 8), value)
-            state = torch.zeros(3) if value == 0.01 else torch.full((3,), 1e-3)
+            state = torch.full((3,), sum_of_squares)
             shard.write_rows(ids, weight, {"momentum1": state})
             train(job, saver)
             saver.save()
@@ -257,7 +259,9 @@ def test_beyond_the_budget_tables_stand_alone(
         saver.restore()
         values = live(saver)
     for name in wanted:
-        if "t0" in name or "/" in name:
+        if "/" in name and "t1" in name and chosen.optimizer == "logdelta":  # log8 here
+            assert np.allclose(values[name], wanted[name], rtol=0.07, atol=0)
+        elif "t0" in name or "/" in name:
             assert values[name].tobytes() == deltas[name].tobytes()
         else:
             assert np.abs(values[name] - wanted[name]).max() < 1

@@ -19,7 +19,7 @@ from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "state_scheme")
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "state_scheme")
 
 
 @pytest.fixture

@@ -57,7 +57,9 @@ def all_restore(root: Path, known: dict[str, Any]) -> None:
         assert same(restored(root, name), wanted) == [], name
 
 
-@pytest.mark.parametrize("quantization", [delta(), lc()], ids=["delta", "lc"])
+@pytest.mark.parametrize(
+    "quantization", [delta(), delta(optimizer="logdelta"), lc()], ids=["delta", "logdelta", "lc"]
+)
 def test_the_next_link_builds_on_the_copy(
     tmp_path: Path, job: Job, by_hand: list[InThisProcess], quantization: Quantization
 ) -> None:

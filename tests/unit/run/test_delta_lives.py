@@ -44,7 +44,11 @@ def test_after_images_the_next_checkpoint_is_a_base(lives: Lives) -> None:
     assert same(live(saver), wanted) == []
 
 
-@pytest.mark.parametrize("quantization", [delta(step=2.0**-16), lc()], ids=["delta", "lc"])
+@pytest.mark.parametrize(
+    "quantization",
+    [delta(step=2.0**-16), delta(optimizer="logdelta"), lc()],
+    ids=["delta", "logdelta", "lc"],
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_save_that_is_given_up_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, quantization: Quantization

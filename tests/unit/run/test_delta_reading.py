@@ -26,7 +26,7 @@ from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "state_scheme")
 
 
 @pytest.fixture

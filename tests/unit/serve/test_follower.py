@@ -132,9 +132,10 @@ def test_a_run_that_fell_back(tmp_path: Path) -> None:
     "quantization",
     [
         Quantization(method="delta", mean_bits=3, exact_below_rows=0),
+        Quantization(method="delta", mean_bits=3, optimizer="logdelta", exact_below_rows=0),
         Quantization(method="lc", bits=3, exact_below_rows=0),
     ],
-    ids=["delta", "lc"],
+    ids=["delta", "logdelta", "lc"],
 )
 def test_links_of_differences(tmp_path: Path, quantization: Quantization) -> None:
     job = Job(tmp_path, quantization=quantization)

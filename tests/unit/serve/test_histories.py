@@ -39,6 +39,7 @@ CODECS = {
     "4 bit as FBGEMM": Quantization(bits=4, method="asymmetric", exact_below_rows=0),
     "2 bit": Quantization(bits=2, exact_below_rows=0),
     "delta": Quantization(method="delta", mean_bits=3, exact_below_rows=0),
+    "logdelta": Quantization(method="delta", mean_bits=3, optimizer="logdelta", exact_below_rows=0),
     "lc": Quantization(method="lc", bits=2, exact_below_rows=0),
 }
 POLICIES = [Consecutive(), OneShot(), Intermittent(), Full()]
@@ -154,7 +155,7 @@ def test_any_history(
     actions: list[tuple[str, int]], codec: str, policy: Any, models: list[int | None]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        if codec in ("delta", "lc"):
+        if codec in ("delta", "logdelta", "lc"):
             policy = Consecutive()  # the one that it goes with
         options = {"quantization": CODECS[codec], "policy": policy}
         history = History(Path(folder) / "run", options, models)

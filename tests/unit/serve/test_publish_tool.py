@@ -51,6 +51,11 @@ CHOICES: list[Any] = [
     {},
     {"quantization": Quantization(bits=4, exact_below_rows=0)},
     {"quantization": Quantization(method="delta", step=1e-3, exact_below_rows=0)},
+    {
+        "quantization": Quantization(
+            method="delta", step=1e-3, optimizer="logdelta", exact_below_rows=0
+        )
+    },
     {"quantization": Quantization(method="lc", bits=2, exact_below_rows=0)},
     {"policy": OneShot()},
     {"policy": Intermittent()},

@@ -6,6 +6,7 @@ stands for them. As rows of ``Grid`` the values are stored bit for bit, and dige
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -22,22 +23,22 @@ class ValueReferences(References):
 
     keeps_bits: ClassVar[bool] = True
 
-    def __init__(self, table: str, rectangle: Rectangle) -> None:
-        super().__init__(table, rectangle)
+    def __init__(self, table: str, rectangle: Rectangle, states: Iterable[str] = ()) -> None:
+        super().__init__(table, rectangle, states)
         self._known = np.zeros(rectangle.rows, bool)
         self._bits = np.zeros((rectangle.rows, rectangle.cols), np.int32)
 
     @staticmethod
-    def expected_bytes(rectangle: Rectangle) -> int:
-        return rectangle.rows * lc_reference_bytes(rectangle.cols)
+    def expected_bytes(rectangle: Rectangle, states: int = 0) -> int:
+        return rectangle.rows * lc_reference_bytes(rectangle.cols, states)
 
     @property
     def bytes(self) -> int:
-        return self._known.nbytes + self._bits.nbytes
+        return super().bytes + self._known.nbytes + self._bits.nbytes
 
     def clear(self) -> None:
+        super().clear()
         self._known[:] = False
-        self.digest = 0
 
     def gather(self, positions: np.ndarray) -> Grid:
         found = Grid.none(len(positions), self.rectangle.cols)
@@ -52,7 +53,7 @@ class ValueReferences(References):
         gone = self._total(positions)
         self._known[positions] = rows.kind == Kind.VERBATIM
         self._bits[positions] = rows.codes
-        self.digest = (self.digest - gone + self._total(positions)) % WORD
+        self.weights_digest = (self.weights_digest - gone + self._total(positions)) % WORD
 
     def undo(self, positions: np.ndarray) -> Undo:
         known, bits = self._known[positions], self._bits[positions]
@@ -67,12 +68,13 @@ class ValueReferences(References):
         if rectangle == self.rectangle:
             return self
         start = rectangle.row_start - self.rectangle.row_start
-        found = ValueReferences(self.table, rectangle)
+        found = ValueReferences(self.table, rectangle, self.states)
         found._known[:] = self._known[start : start + rectangle.rows]
         found._bits[:] = self._bits[start : start + rectangle.rows]
         for at in range(0, rectangle.rows, BLOCK_ROWS):
             here = np.arange(at, min(at + BLOCK_ROWS, rectangle.rows))
-            found.digest = (found.digest + found._total(here)) % WORD
+            found.weights_digest = (found.weights_digest + found._total(here)) % WORD
+        found._take_states(self)
         return found
 
     def _total(self, positions: np.ndarray) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torchrec_checknrun.codecs import LcCheckpoint, RowContext
 from torchrec_checknrun.delta.digest import row_digests, total
 from torchrec_checknrun.delta.grid import Grid, Kind
 from torchrec_checknrun.delta.lc.references import ValueReferences
-from torchrec_checknrun.delta.references import EncodeUpon, Restored
+from torchrec_checknrun.delta.references import Upon
 from torchrec_checknrun.delta.rows import values_of
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.shards import Rectangle
@@ -28,6 +28,9 @@ SEEDS = st.integers(0, 2**32 - 1)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 ROWS, FIRST, DIM = 30, 1000, 5
 EVERY = np.arange(ROWS)
+
+
+T = TypeVar("T")
 
 
 class Recorder:
@@ -41,8 +44,8 @@ class Recorder:
     def base(self) -> bool:
         return self.changes.base
 
-    def encode(self, ids: torch.Tensor, encode_upon: EncodeUpon) -> tuple[torch.Tensor, Restored]:
-        return self.changes.encode(self.references, ids, encode_upon)
+    def encode(self, ids: torch.Tensor, upon: Upon[T]) -> T:
+        return self.changes.encode(self.references, ids, upon)
 
 
 def make() -> ValueReferences:
