@@ -119,6 +119,11 @@ def killed_links(folder: Path, method: str = "delta") -> Row:
     }
 
 
+def killed_logdelta(folder: Path) -> Row:
+    """The same with differences of optimizer state, too"""
+    return killed_links(folder, "logdelta")
+
+
 def killed_lc(folder: Path) -> Row:
     """The same with the links of LC-Checkpoint"""
     return killed_links(folder, "lc")
@@ -154,6 +159,7 @@ ROWS: dict[str, Callable[[Path], Row]] = {
     "corruptions": corruptions,
     "kills": killed,
     "kills-links": killed_links,
+    "kills-links-logdelta": killed_logdelta,
     "kills-links-lc": killed_lc,
 }
 OTHERS: dict[str, tuple[str, Callable[[Path], Row]]] = {
