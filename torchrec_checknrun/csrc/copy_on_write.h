@@ -4,6 +4,7 @@
 // Without torch, so that the race test compiles it with the thread sanitizer.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -45,7 +46,7 @@ class CopyOnWrite {
               std::atomic<uint8_t>* states, uint8_t generation, Pages& pages)
       : rows_(rows), frozen_(std::move(frozen)), parts_(std::move(parts)), states_(states),
         done_(uint8_t(2 * generation)), busy_(uint8_t(2 * generation + 1)),
-        overflow_(pages, rows, total_bytes(parts_)) {}
+        row_bytes_(total_bytes(parts_)), overflow_(pages, rows, row_bytes_) {}
 
   // Copies the rows with these ids that the set still needs, before they are overwritten.
   //
@@ -62,7 +63,7 @@ class CopyOnWrite {
       const int64_t end = std::min(n, begin + kBatch);
       wanted.clear();
       for (int64_t i = begin; i < end; ++i) {
-        if (i + kAhead < end) look_ahead(corrected(ids[i + kAhead]));
+        if (i + kLookAhead < end) look_ahead(corrected(ids[i + kLookAhead]));
         const int64_t row = corrected(ids[i]);
         if (row >= 0 && needed(row)) wanted.emplace_back(row, i);
       }
@@ -132,7 +133,7 @@ class CopyOnWrite {
   const std::vector<LivePart>& parts() const { return parts_; }
 
  private:
-  static constexpr int64_t kBatch = 512, kAhead = 8, kLine = 64, kMostAhead = 1024;
+  static constexpr int64_t kBatch = 512, kAhead = 8, kLookAhead = 32, kLine = 64, kMostAhead = 1024;
 
   static int64_t total_bytes(const std::vector<LivePart>& parts) {
     int64_t total = 0;
@@ -164,12 +165,11 @@ class CopyOnWrite {
   }
 
   void fetch_ahead(int64_t row) const {
-    for (const LivePart& part : parts_) {
-      const uint8_t* from = part.live + row * part.row_bytes;
-      for (int64_t at = 0; at < part.row_bytes && at < kMostAhead; at += kLine) {
-        __builtin_prefetch(from + at);
-      }
-    }
+    for (const LivePart& part : parts_) prefetch(part.live + row * part.row_bytes, part.row_bytes);
+  }
+
+  static void prefetch(const uint8_t* from, int64_t bytes) {
+    for (int64_t at = 0; at < std::min(bytes, kMostAhead); at += kLine) __builtin_prefetch(from + at);
   }
 
   // Tells whether no thread has copied the row, nor copies it.
@@ -218,14 +218,15 @@ class CopyOnWrite {
     };
     overflow_.find(rows[places.front()], rows[places.back()], !keep, slots);
     const Release release{overflow_, slots, !keep};
-    std::sort(slots.begin(), slots.end(),
-              [](const auto* one, const auto* other) { return one->row < other->row; });
     if (!keep && slots.size() != places.size()) {
       throw std::logic_error("a chunk leaves out rows of its range, or holds a row twice");
     }
-    size_t at = 0;
+    size_t at = 0, ahead = 0;
     for (const int64_t place : places) {
       while (at < slots.size() && slots[at]->row < rows[place]) ++at;
+      for (; ahead < std::min(at + kAhead, slots.size()); ++ahead) {
+        prefetch(slots[ahead]->bytes(), row_bytes_);
+      }
       if (at == slots.size() || slots[at]->row != rows[place]) {
         throw std::logic_error("a row was staged twice, or is not in the set");
       }
@@ -243,6 +244,7 @@ class CopyOnWrite {
   const std::vector<LivePart> parts_;
   std::atomic<uint8_t>* const states_;
   const uint8_t done_, busy_;
+  const int64_t row_bytes_;
   OverflowRows overflow_;
   std::atomic<bool> abandoned_{false};
   std::atomic<int64_t> staged_{0}, protected_{0}, longest_wait_{0};

@@ -127,30 +127,28 @@ class OverflowRows {
     for (size_t i = n; i < slots.size(); ++i) unuse(slots[i]);
   }
 
-  // Collects the rows in [first, last], which stay where they are until ``release``; ``take``
-  // unlinks them.
+  // Collects the rows in [first, last], sorted, which stay where they are until ``release``;
+  // ``take`` unlinks them.
   void find(int64_t first, int64_t last, bool take, std::vector<Slot*>& into) {
     into.clear();
-    std::lock_guard<std::mutex> hold(mutex_);
-    ++users_;
-    if (discarded_) return;
-    for (int64_t bucket = first / kBucket; bucket <= last / kBucket; ++bucket) {
-      Slot** link = &heads_.get()[bucket];
-      while (Slot* slot = *link) {
-        if (slot->row < first || slot->row > last) {
-          link = &slot->next;
-          continue;
-        }
-        into.push_back(slot);
-        if (!take) {
-          link = &slot->next;
-          continue;
-        }
-        *link = slot->next;
-        --counts_.get()[bucket];
-        --held_;
+    std::vector<Slot*> lists;
+    std::vector<int64_t> starts;  // of each list's rows among all
+    int64_t total = 0;
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      ++users_;
+      if (discarded_) return;
+      for (int64_t b = first / kBucket; b <= last / kBucket; ++b) {
+        int64_t count = 0;
+        Slot* list = part_of(b, first, last, take, count);
+        if (!list) continue;
+        lists.push_back(list);
+        starts.push_back(total);
+        total += count;
       }
+      if (!take) return collect(lists, starts, total, into);
     }
+    collect(lists, starts, total, into);  // nobody else knows these rows any more
   }
 
   // Gives back the slots that were found, if they were taken.
@@ -178,6 +176,72 @@ class OverflowRows {
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
+
+  struct Found {
+    int64_t row;
+    Slot* slot;
+  };
+
+  // Returns a bucket's rows in [first, last] as a list, and their number. All of them: as they are
+  // linked; of a bucket at the range's ends those that are taken, or first in it.
+  Slot* part_of(int64_t bucket, int64_t first, int64_t last, bool take, int64_t& count) {
+    Slot*& head = heads_.get()[bucket];
+    int32_t& held = counts_.get()[bucket];
+    const bool whole = first <= bucket * kBucket && (bucket + 1) * kBucket - 1 <= last;
+    Slot *inside = nullptr, *outside = nullptr;
+    if (whole) {
+      count = held;
+      inside = head;
+    } else {
+      for (Slot *slot = head, *next; slot; slot = next) {
+        next = slot->next;
+        const bool in = first <= slot->row && slot->row <= last;
+        slot->next = in ? inside : outside;
+        (in ? inside : outside) = slot;
+        count += in;
+      }
+      head = outside;
+    }
+    if (take) {
+      held -= int32_t(count);
+      held_ -= count;
+      if (whole) head = nullptr;
+    } else if (!whole && inside) {
+      Slot* end = inside;
+      while (end->next) end = end->next;
+      end->next = outside;
+      head = inside;
+    }
+    return inside;
+  }
+
+  // Sorts the rows of lists of neighbouring buckets, of each so many as lie before the next one's
+  // start. Slots lie all over the memory: the lists are followed side by side, so that many are
+  // fetched at a time.
+  static void collect(const std::vector<Slot*>& lists, const std::vector<int64_t>& starts,
+                      int64_t total, std::vector<Slot*>& into) {
+    std::vector<Found> found(static_cast<size_t>(total));
+    std::vector<Slot*> at(lists);
+    const auto stop = [&](size_t i) { return i + 1 < starts.size() ? starts[i + 1] : total; };
+    for (Slot* head : at) __builtin_prefetch(head);
+    int64_t left = total;
+    for (int64_t turn = 0; left > 0; ++turn) {
+      for (size_t i = 0; i < at.size(); ++i) {
+        const int64_t place = starts[i] + turn;
+        if (place >= stop(i)) continue;
+        found[size_t(place)] = {at[i]->row, at[i]};
+        at[i] = at[i]->next;
+        __builtin_prefetch(at[i]);
+        --left;
+      }
+    }
+    into.reserve(found.size());
+    for (size_t i = 0; i < starts.size(); ++i) {
+      std::sort(found.begin() + starts[i], found.begin() + stop(i),
+                [](const Found& one, const Found& other) { return one.row < other.row; });
+    }
+    for (const Found& each : found) into.push_back(each.slot);
+  }
 
   // Returns whether the pages were discarded; the last one to leave gives them back.
   bool leave() {
