@@ -95,7 +95,11 @@ METHODS: tuple[Method, ...] = (
         for bits in STEPS
     ),
     *(Method(f"delta loss {loss:.0e}", partial(_of_loss, loss, "fp32")) for loss in LOSSES),
-    *(Method(f"delta loss {loss:.0e}, log8", partial(_of_loss, loss, "log8")) for loss in LOSSES),
+    *(
+        Method(f"delta loss {loss:.0e}, {scheme}", partial(_of_loss, loss, scheme))
+        for scheme in ("log8", "logdelta")
+        for loss in LOSSES
+    ),
 )
 """All that can be compared. ``noise``: the floor, a change without a meaning. ``exact`` must not
 change anything, and so proves that the pairs match.
