@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from recipes.benchmarks.codec_cases import OURS, Case
-from torchrec_checknrun.delta import kernel
+from torchrec_checknrun.delta import kernel, log_levels
 from torchrec_checknrun.delta.grid import Grid
 from torchrec_checknrun.delta.grid_references import GridReferences
 from torchrec_checknrun.delta.layout import VERBATIM, classes_of, stands_alone
 from torchrec_checknrun.delta.link import encode_upon
+from torchrec_checknrun.delta.references import encode_state_upon
 from torchrec_checknrun.delta.rows import apply, encode, values_of
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.shards import Rectangle
@@ -78,6 +79,7 @@ def delta_cases(rows_bytes: int, dim: int) -> Iterator[Case]:
         for chunk in CHUNK_ROWS:
             yield from _cases(f"{name}, {chunk} rows", weight, wanted, before, chunk)
         yield _upon_references(f"{name}, upon references", n, dim, spread)
+    yield from _log_state_cases(n, dim)
     coarse = (wanted + BASE_STEPS).astype(np.int16)
     yield from _cases(f"base, {CHUNK_ROWS[-1]} rows", weight, coarse, None, CHUNK_ROWS[-1])
     copy = torch.zeros(n, dim)
@@ -143,6 +145,43 @@ def _upon_references(method: str, n: int, dim: int, spread: float) -> Case:
     return Case(
         "encode delta", OURS, method, None, weight.nbytes, partial(_on_one_thread, encode_all)
     )
+
+
+def _log_state_cases(n: int, dim: int) -> Iterator[Case]:
+    """Encode and decode the row-wise state of a link's rows upon references, by ``logdelta``; GB/s
+    are of the rows that the state belongs to.
+
+    Sums have grown by up to a third. They go to and fro, so that each call has such differences.
+    """
+    generator = torch.Generator().manual_seed(dim)
+    sums = torch.rand(n, generator=generator).mul_(20).sub_(15).exp2_()
+    states = [sums * (1 + torch.rand(n, generator=generator) / 3), sums]
+    references = GridReferences("t", Rectangle(0, n, 0, dim), ["momentum1"])
+    held, ids = references.states["momentum1"], torch.arange(n)
+    spans = [slice(at, min(at + CHUNK_ROWS[-1], n)) for at in range(0, n, CHUNK_ROWS[-1])]
+    codes = [log_levels.codes_of(state) for state in states]
+    payloads = [log_levels.encode(codes[0][span], codes[1][span]) for span in spans]
+
+    def encode_all() -> None:
+        changes = Transaction([references], base=False)
+        for span in spans:
+            encode = partial(encode_state_upon, name="momentum1", state=states[0][span])
+            changes.encode(references, ids[span], encode)
+        changes.keep()
+        states.reverse()
+
+    def decode_all() -> None:
+        for span, payload in zip(spans, payloads, strict=True):
+            positions, before = np.arange(span.start, span.stop), codes[1][span]
+            held.scatter(positions, log_levels.decode(payload, len(before), before), before)
+            log_levels.values_of(held.gather(positions))
+
+    encode_all()
+    size = sum(map(len, payloads)) / n
+    calls: dict[str, Callable[[], None]] = {"encode delta": encode_all, "decode delta": decode_all}
+    for part, call in calls.items():
+        act = partial(_on_one_thread, call)
+        yield Case(part, OURS, "state by logdelta", None, 4 * dim * n, act, size)
 
 
 def _part(rows: Grid, span: slice) -> Grid:

@@ -96,7 +96,11 @@ METHODS: tuple[Method, ...] = (
     ),
     Method("lc 3 bit", _stored(method="lc", bits=3)),
     *(Method(f"delta loss {loss:.0e}", partial(_of_loss, loss, "fp32")) for loss in LOSSES),
-    *(Method(f"delta loss {loss:.0e}, log8", partial(_of_loss, loss, "log8")) for loss in LOSSES),
+    *(
+        Method(f"delta loss {loss:.0e}, {scheme}", partial(_of_loss, loss, scheme))
+        for scheme in ("log8", "logdelta")
+        for loss in LOSSES
+    ),
 )
 """All that can be compared. ``noise``: the floor, a change without a meaning. ``exact`` must not
 change anything, and so proves that the pairs match.
