@@ -31,11 +31,11 @@ from tests.campaign.fault_store import (
     Kind,
     UnsoundStore,
 )
-from tests.campaign.kill_plan import POLICIES, SPEC, delta_quantization
+from tests.campaign.kill_plan import LINKS, POLICIES, SPEC
 from tests.campaign.kill_rank import join
 from tests.campaign.outcome import Outcome
 from tests.crash.faulty_store import faulty_disk
-from tests.distributed import references
+from tests.distributed import lc_bound
 from tests.distributed.models import Job, uniform_plan
 from tests.distributed.states import State, gather, local_parts, scramble
 from torchrec_checknrun import Checkpointer, Consecutive, Retention
@@ -56,16 +56,16 @@ _OPERATIONS = {"save": 150, "restore": 40, "prune": 50, "compact": 60}
 
 
 def run(
-    seed: int, first: int, count: int, folder: Path, ranks: int = 1, delta: bool = False
+    seed: int, first: int, count: int, folder: Path, ranks: int = 1, links: str = ""
 ) -> Outcome:
     """Run trials in this process, or on two ranks in processes of their own.
 
     Args:
-        delta: store rows as differences.
+        links: the method that stores rows as differences; empty: rows are whole.
     """
     if ranks == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return _run_here(seed, first, count, folder, delta)
+        return _run_here(seed, first, count, folder, links)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -73,7 +73,7 @@ def run(
 
         def act(rank: int) -> None:
             join(rank, ranks, listener)
-            outcome = _run_here(seed, first, count, folder, delta)
+            outcome = _run_here(seed, first, count, folder, links)
             (folder / f"outcome-{rank}").write_text(json.dumps(outcome.to_json()))
 
         pids = [forks.child(partial(act, rank), logs[rank]) for rank in range(ranks)]
@@ -87,10 +87,10 @@ def run(
     return Outcome.from_json(json.loads(found.read_text()))
 
 
-def _run_here(seed: int, first: int, count: int, folder: Path, delta: bool) -> Outcome:
+def _run_here(seed: int, first: int, count: int, folder: Path, links: str) -> Outcome:
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
-    bench = _Bench(folder, delta)
+    bench = _Bench(folder, links)
     outcome = Outcome()
     for number in range(first, first + count):
         outcome.add(bench.run(seed, number))
@@ -100,9 +100,9 @@ def _run_here(seed: int, first: int, count: int, folder: Path, delta: bool) -> O
 class _Bench:
     """The job and the reader of all trials."""
 
-    def __init__(self, folder: Path, delta: bool) -> None:
+    def __init__(self, folder: Path, links: str) -> None:
         self._folder = folder
-        self.delta = delta
+        self.links = links
         ranks = dist.get_world_size()
         self.rank = dist.get_rank()
         self.alone = ranks == 1
@@ -155,6 +155,7 @@ class _Trial:
         self._rng = rng
         self.outcome = Outcome()
         self._record: dict[int, State] = {}
+        self._exact: set[int] = set()
         self._durable = 0
         self._failed: list[int] = []
         self._on_disk = False
@@ -175,8 +176,9 @@ class _Trial:
             "staging": rng.choice(["auto", "copy", "encode"]),
             "chunk_bytes": rng.choice([1000, 10_000]),
         }
-        if self._bench.delta:
-            self._options |= {"policy": Consecutive(), "quantization": delta_quantization()}
+        if self._bench.links:
+            self._options |= {"policy": Consecutive()}
+            self._options["quantization"] = LINKS[self._bench.links]()
         chosen = [Fault(f.kind, f.at, f.length) for f in faults] if here else []
 
         @contextmanager
@@ -264,7 +266,7 @@ class _Trial:
         elif report is None:
             self._fail("silent", f"save() of step {job.steps} returned None")
         else:
-            self._durable = job.steps
+            self._note_durable(saver)
             self.outcome.counts["saves reported durable"] += 1
 
     def _restore(self, root: str) -> None:
@@ -312,9 +314,16 @@ class _Trial:
                 self._fail("lost", what)
         if step is None:
             return
-        linked = self._bench.delta
-        for difference in references.differences(found, self._record[step], None, linked):
+        links, exact = self._bench.links, step in self._exact
+        for difference in lc_bound.compared(found, self._record[step], links, exact):
             self._fail("silent", f"{when}: step {step}: {difference}")
+
+    def _note_durable(self, saver: Checkpointer) -> None:
+        """Note that the last step's checkpoint is durable, and what LC's links restore to."""
+        step = self._durable = self._bench.job.steps
+        if self._bench.links == "lc":
+            self._record[step] = self._record[step] | lc_bound.restored_rows(saver)
+            self._exact.add(step)
 
     def _end(self, root: str) -> None:
         """Continue from the restored state: save once more, and restore that save."""
@@ -328,7 +337,7 @@ class _Trial:
             self._record[job.steps] = gather(job)
             if saver.save() is None:
                 self._fail("silent", "the last save() returned None")
-            self._durable = job.steps
+            self._note_durable(saver)
             self._wait_for_pruner(saver)
         self._restored(root, "in the end")
         retention = self._options["retention"]

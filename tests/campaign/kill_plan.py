@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from tests.distributed import lc_bound
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec, uniform_plan
 from tests.distributed.references import STEP
 from torchrec_checknrun import (
@@ -88,7 +89,7 @@ class Trial:
         elastic: use torchrun's own agent.
         wait_for_orphans: begin the life after a killed agent only when the agent's ranks have
             ended.
-        delta: store rows as differences.
+        links: the method that stores rows as differences; empty: rows are whole.
     """
 
     seed: str
@@ -102,12 +103,12 @@ class Trial:
     torchrun: bool
     wait_for_orphans: bool
     elastic: bool
-    delta: bool = False
+    links: str = ""
 
     def checkpointer(self, root: str, **given: Any) -> Checkpointer:
         """Make the Checkpointer of a rank."""
-        if self.delta:
-            given["quantization"] = delta_quantization()
+        if self.links:
+            given["quantization"] = LINKS[self.links]()
         return Checkpointer(
             root,
             policy=POLICIES[self.policy](),
@@ -129,16 +130,25 @@ def delta_quantization() -> Quantization:
     return Quantization(method="delta", step=STEP, exact_below_rows=0)
 
 
+def lc_quantization() -> Quantization:
+    """Return buckets so many that what they leave out is far smaller than a row's update."""
+    return Quantization(method="lc", bits=lc_bound.BITS, exact_below_rows=0)
+
+
+LINKS = {"delta": delta_quantization, "lc": lc_quantization}
+"""By the method that stores rows as differences."""
+
+
 def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
     """Draw a run with a given number of kills.
 
     Args:
         variant: ``process``: with ``background="process"``, which takes seconds to start; the write
             processes may be victims. ``agent``: under torchrun's agent, which is the victim more
-            often than not. ``delta``: rows are stored as differences.
+            often than not. ``delta``, ``lc``: rows are stored as differences.
     """
     rng = random.Random(seed)
-    process, delta = variant == "process", variant == "delta"
+    process, links = variant == "process", variant if variant in LINKS else ""
     options: dict[str, Any] = {
         "background": "process" if process else "thread",
         "staging": rng.choice(["copy_on_write", "copy_on_write", "auto", "copy", "encode"]),
@@ -150,7 +160,7 @@ def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
         seed=seed,
         sharding=rng.choice(["row_wise", "table_wise"]),
         options=options,
-        policy=rng.choice(["consecutive"] * 5 + ["full"] if delta else list(POLICIES)),
+        policy=rng.choice(["consecutive"] * 5 + ["full"] if links else list(POLICIES)),
         keep=rng.choice([None, 1, 2]),
         every_steps=rng.choice([1, 1, 2]),
         explicit=rng.random() < 0.3,
@@ -158,7 +168,7 @@ def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
         elastic=variant == "agent",
         torchrun=rng.random() < 0.5,
         wait_for_orphans=rng.random() < 0.5,
-        delta=delta,
+        links=links,
     )
 
 

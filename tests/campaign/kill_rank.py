@@ -92,7 +92,7 @@ class Run:
 
     def states(self) -> dict[str, Any]:
         """Return the state objects as the Checkpointer gets them."""
-        own = {"origin": self.origin} if self.trial.delta else {}
+        own = {"origin": self.origin} if self.trial.links else {}
         return {
             "optimizer": self.job.optimizer,
             "job": self.job,
@@ -104,7 +104,7 @@ class Run:
     def train(self) -> None:
         """Train a step."""
         self.job.train()
-        if self.trial.delta:
+        if self.trial.links:
             self.origin.life = self._life
         torch.rand(3, generator=self.dice.generator)
         self.history.steps.append(self.job.steps)
@@ -257,7 +257,7 @@ class Life:
         board = self.board
         join(rank, RANKS, self.listener)
         run = Run(self.trial, self.root, RANKS, self.number)
-        record = Record(self.folder / "record", rank, self.trial.delta)
+        record = Record(self.folder / "record", rank, self.trial.links)
         board.set(rank, "phase", Phase.RESTORE)
         try:  # orphans may commit at any moment, also while nothing is found to restore
             report = run.saver.restore()

@@ -27,8 +27,8 @@ from tests.campaign.kill_plan import AGENT, RANKS, WRITERS, Kill, Phase, Trial, 
 from tests.campaign.kill_rank import Life, Run
 from tests.campaign.outcome import Outcome
 from tests.campaign.record import Record
-from tests.distributed import references
-from tests.distributed.states import gather, scramble
+from tests.distributed import lc_bound, references
+from tests.distributed.states import State, gather, scramble
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
@@ -47,7 +47,7 @@ def run(seed: int, number: int, folder: Path, variant: str = "thread") -> Outcom
 
     Args:
         variant: ``thread`` or ``process``: the background that writes; ``agent``: ranks under
-            torchrun's agent; ``delta``: rows stored as differences.
+            torchrun's agent; ``delta``, ``lc``: rows stored as differences.
     """
     forks.adopt_orphans()
     trial = draw(f"{seed}/{number}/{variant}", KILLS, variant)
@@ -294,8 +294,9 @@ def _look(trial: Trial, folder: Path) -> None:
             else:
                 life.problem(f"verify: {problem}")
     reader = Run(trial, life.root, 1)
-    record = Record(folder / "record", 0, trial.delta)
-    compared = links = 0
+    record = Record(folder / "record", 0, trial.links)
+    compared = 0
+    states: dict[str, tuple[State, State]] = {}
     for checkpoint in [None, *(c.id for c in listed if c.status in ("restorable", "abandoned"))]:
         scramble(reader.job)
         report = reader.saver.restore(checkpoint)
@@ -310,10 +311,19 @@ def _look(trial: Trial, folder: Path) -> None:
             for (name, _), (_, values) in reader.values().items()
             if name.startswith("state/")
         }
-        for difference in references.differences(found_state, wanted, None, trial.delta):
-            life.problem(f"silent: {report.id}: {difference}")
+        states[report.id] = found_state, wanted
         compared += 1
-        links += trial.delta and read_manifest(root, report.id).parent is not None
+    links = 0
+    for id, (found_state, wanted) in states.items():
+        parent = read_manifest(root, id).parent
+        links += bool(trial.links) and parent is not None
+        if trial.links == "lc":
+            before = None if parent is None else states[parent.id]
+            problems = lc_bound.differences(found_state, wanted, before)
+        else:
+            problems = references.differences(found_state, wanted, None, bool(trial.links))
+        for difference in problems:
+            life.problem(f"silent: {id}: {difference}")
     life.note("looked", [compared, links])
 
 

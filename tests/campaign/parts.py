@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.campaign import damage, faults, hostile, kills
+from tests.campaign.kill_plan import LINKS
 from tests.campaign.outcome import Outcome
 
 
@@ -51,8 +52,9 @@ class Part:
     slice: int
 
 
-PREPARED = {"damage": ".", "hostile": ".", "damage-delta": "delta"}
-"""Parts that need a root that ``damage.prepare`` makes, and the folder of it."""
+PREPARED = {"damage": "whole", "hostile": "whole", "damage-delta": "delta", "damage-lc": "lc"}
+"""Parts that need a root that ``damage.prepare`` makes, and the folder of it: the method of
+``kill_plan.LINKS`` that stores rows there, or ``whole``."""
 
 
 def _kills(
@@ -72,13 +74,19 @@ def _faults(
     folder: Path,
     prepared: Path,
     ranks: int,
-    delta: bool = False,
+    links: str = "",
 ) -> Outcome:
-    return faults.run(seed, first, count, folder, ranks, delta)
+    return faults.run(seed, first, count, folder, ranks, links)
 
 
-def _damage_delta(seed: int, first: int, count: int, folder: Path, prepared: Path) -> Outcome:
-    return damage.run(seed, first, count, folder, prepared / PREPARED["damage-delta"], delta=True)
+def _damage(
+    seed: int, first: int, count: int, folder: Path, prepared: Path, links: str = ""
+) -> Outcome:
+    return damage.run(seed, first, count, folder, prepared / (links or "whole"), links)
+
+
+def _hostile(seed: int, first: int, count: int, folder: Path, prepared: Path) -> Outcome:
+    return hostile.run(seed, first, count, folder, prepared / PREPARED["hostile"])
 
 
 PARTS: dict[str, Part] = {
@@ -106,6 +114,12 @@ PARTS: dict[str, Part] = {
         "The same where rows are stored as differences to the last checkpoint",
         slice=1,
     ),
+    "kills-lc": Part(
+        partial(_kills, variant="lc"),
+        *(40, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 100),
+        "The same with the links of LC-Checkpoint",
+        slice=0,
+    ),
     "faults-1-rank": Part(
         partial(_faults, ranks=1),
         *(1950, 50, 5.0, ("faults", "faults"), 5000),
@@ -119,31 +133,43 @@ PARTS: dict[str, Part] = {
         slice=4,
     ),
     "faults-delta": Part(
-        partial(_faults, ranks=1, delta=True),
+        partial(_faults, ranks=1, links="delta"),
         *(500, 25, 5.0, ("faults", "faults"), 1000),
         "The same on one rank that stores rows as differences to the last checkpoint",
         slice=4,
     ),
     "faults-delta-2-ranks": Part(
-        partial(_faults, ranks=2, delta=True),
+        partial(_faults, ranks=2, links="delta"),
         *(100, 25, 10.0, ("faults", "faults"), 100),
         "The same with two ranks",
         slice=0,
     ),
+    "faults-lc": Part(
+        partial(_faults, ranks=1, links="lc"),
+        *(250, 25, 5.0, ("faults", "faults"), 500),
+        "The same on one rank with the links of LC-Checkpoint",
+        slice=2,
+    ),
     "damage": Part(
-        damage.run,
+        _damage,
         *(None, 60, 5.0, ("damages", "damages"), 1500),
         "Every file of a root, control records included, damaged in every way",
         slice=16,
     ),
     "damage-delta": Part(
-        _damage_delta,
+        partial(_damage, links="delta"),
         *(None, 60, 5.0, ("damages", "damages"), 1500),
         "The same where rows are stored as differences to the last checkpoint",
         slice=8,
     ),
+    "damage-lc": Part(
+        partial(_damage, links="lc"),
+        *(None, 60, 5.0, ("damages", "damages"), 1500),
+        "The same with the links of LC-Checkpoint",
+        slice=2,
+    ),
     "hostile": Part(
-        hostile.run,
+        _hostile,
         *(105_000, 2500, 0.1, ("inputs", "inputs"), 100_000),
         "Hostile manifests, indexes, payloads, claims, pins and state trees",
         slice=500,
@@ -160,7 +186,7 @@ class Prepared:
         for place in {PREPARED[part] for part in parts if part in PREPARED}:
             folder = self.folder / place
             folder.mkdir(exist_ok=True)
-            damage.prepare(seed, folder, delta=place == PREPARED["damage-delta"])
+            damage.prepare(seed, folder, links=place if place in LINKS else "")
             self._damages[place] = damage.count(folder)
 
     def trials(self, part: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.distributed import references
+from tests.distributed import lc_bound, references
 from tests.distributed.states import Part, State
 
 Values = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.ndarray]]
@@ -32,13 +32,13 @@ class Record:
 
     Args:
         folder: shared by all ranks and lives.
-        linked: rows are stored as differences, which rounds them.
+        links: the method that stores rows as differences, which rounds them; empty: rows are whole.
     """
 
-    def __init__(self, folder: Path, rank: int, linked: bool = False) -> None:
+    def __init__(self, folder: Path, rank: int, links: str = "") -> None:
         self._folder = folder
         self._rank = rank
-        self._linked = linked
+        self._links = links
 
     def note(self, step: int, life: int, found: Values) -> list[str]:
         """Keep a step's state; return its differences from an earlier life's."""
@@ -53,10 +53,12 @@ class Record:
     def differences(self, step: int, life: int, found: Values) -> list[str]:
         """Compare this rank's restored pieces with those of a step."""
         wanted = _load(self._file(step, life, self._rank))
-        if not self._linked:
+        if not self._links:
             return compare(found, wanted)
         problems = [f"only in one of them: {name}" for name, _ in found.keys() ^ wanted.keys()]
         states = [{name: piece for (name, _), (_, piece) in v.items()} for v in (found, wanted)]
+        if self._links == "lc":  # ``kills`` compares closer, once it knows what a link builds on
+            return problems + lc_bound.beside_tables(states[0], states[1])
         return problems + references.differences(states[0], states[1], None, linked=True)
 
     def whole(self, step: int, life: int, ranks: int) -> State:

@@ -16,8 +16,10 @@ LEAST = {
     "faults-1-rank": 24,
     "faults-2-ranks": 4,
     "faults-delta": 10,
+    "faults-lc": 2,
     "damage": 16,
     "damage-delta": 8,
+    "damage-lc": 2,
     "hostile": 500,
 }
 """Minimum counts: fewer trials show nothing."""

@@ -106,7 +106,7 @@ def killed(folder: Path) -> Row:
     }
 
 
-def killed_links(folder: Path) -> Row:
+def killed_links(folder: Path, method: str = "delta") -> Row:
     """The same where rows are stored as differences to the last checkpoint"""
     from tests.crash.test_kills_of_links import sweep_kills
 
@@ -114,9 +114,19 @@ def killed_links(folder: Path) -> Row:
     return {
         "tried": sum(len(kill.victims) for kill in planned),
         "unit": "kills",
-        "lost": sweep_kills(folder),
+        "lost": sweep_kills(folder, method),
         "restarts": len(planned),
     }
+
+
+def killed_logdelta(folder: Path) -> Row:
+    """The same with differences of optimizer state, too"""
+    return killed_links(folder, "logdelta")
+
+
+def killed_lc(folder: Path) -> Row:
+    """The same with the links of LC-Checkpoint"""
+    return killed_links(folder, "lc")
 
 
 def soak(results: Path) -> Row:
@@ -149,6 +159,8 @@ ROWS: dict[str, Callable[[Path], Row]] = {
     "corruptions": corruptions,
     "kills": killed,
     "kills-links": killed_links,
+    "kills-links-logdelta": killed_logdelta,
+    "kills-links-lc": killed_lc,
 }
 OTHERS: dict[str, tuple[str, Callable[[Path], Row]]] = {
     "soak": ("soak.json", soak),

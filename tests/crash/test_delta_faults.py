@@ -100,5 +100,6 @@ def test_links(where: Where, chosen: Quantization) -> None:
 
 
 @pytest.mark.slow
-def test_links_at_every_operation(where: Where) -> None:
-    sweep(where, 1, delta())
+@pytest.mark.parametrize("chosen", [delta(), lc()], ids=["delta", "lc"])
+def test_links_at_every_operation(where: Where, chosen: Quantization) -> None:
+    sweep(where, 1, chosen)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, SaveFailed
+from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, RootInUse, SaveFailed
 from torchrec_checknrun.format.manifest import Link, Manifest
-from torchrec_checknrun.format.names import MANIFEST_NAME
+from torchrec_checknrun.format.names import MANIFEST_NAME, sequence_of
 from torchrec_checknrun.root.chain import Chain, files_problem, parent_among
 from torchrec_checknrun.root.checkpoints import (
     Listing,
@@ -52,6 +52,8 @@ class RootWriter:
         self._lease: Lease | None = None
         self._resumed_from: tuple[str, ...] = ()
         self._abandoned: tuple[str, ...] = ()
+        self._newest: int | None = None
+        """The number of the newest checkpoint, if the run goes on from that; 0: from none."""
         self._manifests: dict[str, Manifest] = {}
         self._pruner = None if retention is None else Pruner(self._prune)
         self.lost_parent = False
@@ -74,7 +76,7 @@ class RootWriter:
         """Make this run the only one that writes to the root.
 
         Raises:
-            RootInUse: another run writes there.
+            RootInUse: another run writes there, or has committed since this one was restored.
             ClaimDamaged: which of the root's checkpoints count can't be told.
         """
 
@@ -84,6 +86,7 @@ class RootWriter:
         lease = Lease(self._root)
         above = highest_epoch(self._root, self._manifests)
         lease.acquire(earlier, self._uses, above=above)
+        self._require_newest(lease)
         self._lease = lease
         # Until now nothing has protected the checkpoint from deletion.
         previous = self._lineage.previous
@@ -91,13 +94,39 @@ class RootWriter:
             logger.warning("%s was deleted meanwhile: the next checkpoint is full", previous.id)
             self._lineage.force_full()
 
+    def _require_newest(self, lease: Lease) -> None:
+        """Give a claim up if the run would abandon what was committed between restore and claim, as
+        by ranks that outlive their agent.
+
+        Raises:
+            RootInUse: names the newest.
+        """
+        numbers = {id: m.sequence for id, m in self._manifests.items()}
+        known = {id: numbers.get(id, sequence_of(id) or 0) for id in lease.claim.earlier or ()}
+        newest = max(known, key=lambda id: known[id], default=None)
+        if newest is None or self._newest is None or known[newest] <= self._newest:
+            return
+        lease.release()
+        raise RootInUse(
+            f"{newest} was committed to {self._root} by another process after this run's "
+            "restore(), and would be abandoned: restore() again, or start this process again"
+        )
+
     def progressed(self) -> None:
         """Note progress of the training, for other processes that ask for the root."""
         if self._lease is not None:
             self._lease.progressed()
 
-    def restored(self, chain: Chain) -> None:
-        """Protect a restored chain from deletion: the next checkpoint may build on it."""
+    def restored(self, chain: Chain | None, forks: bool = True) -> None:
+        """Protect a restored chain from deletion: the next checkpoint may build on it.
+
+        Args:
+            chain: None if the root holds no checkpoint.
+            forks: whether newer checkpoints, if any, are to be abandoned.
+        """
+        self._newest = None if forks else 0 if chain is None else chain.head.sequence
+        if chain is None:
+            return
         self.lost_parent = False
         self._resumed_from = tuple(manifest.id for manifest in chain.manifests)
         if self._lease is not None:

@@ -66,6 +66,7 @@ class Restoring:
         self.saver.deferred = False
         self.survival.begin(self.steps)
         if found is None:
+            self.saver.writer.restored(None, forks=False)
             start_fresh(
                 root, self.ranks, required=resume == "must" if required is None else required
             )

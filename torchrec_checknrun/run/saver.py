@@ -169,7 +169,7 @@ class Saver:
         self.proposer.resolve()
         tracked = self._target.tracked
         self._links.restored(chain.manifests, references, tracked, self.proposer.quantization)
-        self._ranks.on_all_ranks(lambda: self.writer.restored(chain))  # rank 0 writes to the root
+        self._ranks.on_all_ranks(lambda: self.writer.restored(chain, forks))  # rank 0 writes
         self._last = self.lineage.report(Progress())
         self.proposer.fingerprint = None
         if not partly:

@@ -94,6 +94,7 @@ METHODS: tuple[Method, ...] = (
         Method(f"delta {bits} bit, log8", _stored(method="delta", mean_bits=bits, optimizer="log8"))
         for bits in STEPS
     ),
+    Method("lc 3 bit", _stored(method="lc", bits=3)),
     *(Method(f"delta loss {loss:.0e}", partial(_of_loss, loss, "fp32")) for loss in LOSSES),
     *(
         Method(f"delta loss {loss:.0e}, {scheme}", partial(_of_loss, loss, scheme))
