@@ -57,7 +57,7 @@ def check_sequences(
 
 @pytest.mark.timeout(900)
 def test_nothing_is_lost(workers: Workers) -> None:
-    seen = check_sequences(workers, *((14, 77) if ALL else (3, 1)))
+    seen = check_sequences(workers, *((14, 77) if ALL else (4, 1)))
     share = 1 if ALL else 1 / 8
     # Neither kind is rare; lives that don't restore begin with a full one.
     assert seen["differential"] > 40 * share
