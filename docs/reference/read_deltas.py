@@ -8,7 +8,19 @@ from read_rows import _read_ids
 
 def read_deltas(root, name, table, decompress):
     """All rows as fp32 at checkpoint ``name``; ``decompress``: zstd."""
-    chain, held = [], {}
+    held = {}
+    for rows, entry, parts in _chunks(root, name, table, decompress):
+        columns, dim = tuple(entry["columns"]), np.diff(entry["columns"])[0]
+        none = np.zeros(rows, "i8"), np.zeros((rows, dim), "i8"), np.zeros(rows, bool)
+        _add(entry, parts, dim, held.setdefault(columns, none), decompress)
+    for columns, (exponents, codes, exact) in held.items():
+        held[columns] = np.ldexp(codes.astype("f8"), exponents[:, None]).astype("f4")
+        held[columns].view("u4")[exact] = codes[exact]
+    return np.concatenate([held[columns] for columns in sorted(held)], 1)
+
+
+def _chunks(root, name, table, decompress):  # of the chain, the oldest first, for all readers
+    chain = []
     while name:  # from the newest to the full one
         chain += [json.loads(bytes(np.fromfile(f"{root}/{name}/manifest.json", "u1")))["manifest"]]
         name = (chain[-1]["parent"] or {}).get("id")
@@ -17,24 +29,22 @@ def read_deltas(root, name, table, decompress):
         data = np.fromfile(f"{root}/{manifest['id']}/{file['name']}", "u1")
         for entry in json.loads(bytes(data[file["index_offset"] : -40]))["chunks"]:
             if entry["kind"] == "rows" and entry["table"] == table:
-                columns, dim = tuple(entry["columns"]), np.diff(entry["columns"])[0]
-                none = np.zeros(rows, "i8"), np.zeros((rows, dim), "i8"), np.zeros(rows, bool)
-                known = held.setdefault(columns, none)
-                _add(entry, data[entry["offset"] :], dim, known, decompress)
-    for columns, (exponents, codes, exact) in held.items():
-        held[columns] = np.ldexp(codes.astype("f8"), exponents[:, None]).astype("f4")
-        held[columns].view("u4")[exact] = codes[exact]
-    return np.concatenate([held[columns] for columns in sorted(held)], 1)
+                yield rows, entry, _parts(entry, data[entry["offset"] :], decompress)
 
 
-def _add(entry, data, dim, known, decompress):  # a chunk's rows upon what these were
-    (exponents, codes, exact), parts = known, []
-    for about in (entry["ids"], entry["weight"]):
+def _parts(entry, data, decompress):  # ids, weights and states by name
+    found = {}
+    sections = {"ids": entry["ids"], "weight": entry["weight"]}
+    for name, about in (sections | {s["name"]: s for s in entry["optimizer"]}).items():
         part, data = np.split(data, [about["bytes"]])
         zstd = "raw" in about or "_zstd" in about.get("encoding", "")
-        parts.append(np.frombuffer(decompress(bytes(part)), "u1") if zstd else part)
-    ids = _read_ids(entry, parts[0])
-    symbols, extra, new = _unpack(parts[1], entry["count"], dim, decompress)
+        found[name] = np.frombuffer(decompress(bytes(part)), "u1") if zstd else part
+    return found
+
+
+def _add(entry, parts, dim, known, decompress):  # a chunk's rows upon what these were
+    (exponents, codes, exact), ids = known, _read_ids(entry, parts["ids"])
+    symbols, extra, new = _unpack(parts["weight"], entry["count"], dim, decompress)
     alone, exact[ids] = (symbols < 216) & (symbols & 7 == 7), symbols == 215
     finer = np.where(symbols >= 216, extra, symbols & 7)
     exponents[ids] = np.where(alone, extra - 149, exponents[ids] - finer)

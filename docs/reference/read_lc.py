@@ -1,39 +1,26 @@
 """A table stored by ``lc``, by NumPy and json: see format.md. It trusts bytes."""
 
-import json
-
 import numpy as np
+from read_deltas import _chunks
 from read_rows import _floats, _read_ids
 
 
 def read_lc(root, name, table, decompress):
     """All rows as fp32 at checkpoint ``name``; ``decompress``: zstd."""
-    chain, held = [], {}
-    while name:  # from the newest to the full one
-        chain += [json.loads(bytes(np.fromfile(f"{root}/{name}/manifest.json", "u1")))["manifest"]]
-        name = (chain[-1]["parent"] or {}).get("id")
-    rows = chain[0]["tables"][table]["rows"]
-    for manifest, file in ((m, f) for m in reversed(chain) for f in m["files"]):
-        data = np.fromfile(f"{root}/{manifest['id']}/{file['name']}", "u1")
-        for entry in json.loads(bytes(data[file["index_offset"] : -40]))["chunks"]:
-            if entry["kind"] == "rows" and entry["table"] == table:
-                columns, dim = tuple(entry["columns"]), np.diff(entry["columns"])[0]
-                known = held.setdefault(columns, np.zeros((rows, dim), "f4"))
-                _add(entry, data[entry["offset"] :], dim, known, decompress)
+    held = {}
+    for rows, entry, parts in _chunks(root, name, table, decompress):
+        columns, dim = tuple(entry["columns"]), np.diff(entry["columns"])[0]
+        _add(entry, parts, dim, held.setdefault(columns, np.zeros((rows, dim), "f4")))
     return np.concatenate([held[columns] for columns in sorted(held)], 1)
 
 
-def _add(entry, data, dim, known, decompress):  # a chunk's rows upon what these were
-    parts, parameters = [], entry["weight"].get("parameters", {})
-    for about in (entry["ids"], entry["weight"]):
-        part, data = np.split(data, [about["bytes"]])
-        zstd = "raw" in about or "_zstd" in about.get("encoding", "")
-        parts.append(np.frombuffer(decompress(bytes(part)), "u1") if zstd else part)
-    ids = _read_ids(entry, parts[0])
+def _add(entry, parts, dim, known):  # a chunk's rows upon what these were
+    data, ids = parts["weight"], _read_ids(entry, parts["ids"])
+    parameters = entry["weight"].get("parameters", {})
     if parameters.get("link"):
-        known[ids] = _changed(parts[1], known[ids].reshape(-1)).reshape(-1, dim)
+        known[ids] = _changed(data, known[ids].reshape(-1)).reshape(-1, dim)
     else:
-        known[ids] = _floats(parts[1], parameters.get("values", "fp32"), dim)
+        known[ids] = _floats(data, parameters.get("values", "fp32"), dim)
 
 
 def _changed(data, before):  # values after the changes of a link

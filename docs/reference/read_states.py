@@ -2,42 +2,24 @@
 bytes.
 """
 
-import json
-
 import numpy as np
-from read_deltas import _length, _stream
+from read_deltas import _chunks, _length, _stream
 from read_rows import _read_ids
 
 
 def read_states(root, name, table, state, decompress):
     """The state of all rows as fp32 at checkpoint ``name``, by columns; ``decompress``: zstd."""
-    chain, held = [], {}
-    while name:  # from the newest to the full one
-        chain += [json.loads(bytes(np.fromfile(f"{root}/{name}/manifest.json", "u1")))["manifest"]]
-        name = (chain[-1]["parent"] or {}).get("id")
-    rows = chain[0]["tables"][table]["rows"]
-    for manifest, file in ((m, f) for m in reversed(chain) for f in m["files"]):
-        data = np.fromfile(f"{root}/{manifest['id']}/{file['name']}", "u1")
-        for entry in json.loads(bytes(data[file["index_offset"] : -40]))["chunks"]:
-            if entry["kind"] == "rows" and entry["table"] == table:
-                known = held.setdefault(tuple(entry["columns"]), np.zeros(rows, "i2"))
-                _add(entry, data[entry["offset"] :], state, known, decompress)
-    levels = _levels()
+    held, levels = {}, _levels()
+    for rows, entry, parts in _chunks(root, name, table, decompress):
+        known = held.setdefault(tuple(entry["columns"]), np.zeros(rows, "i2"))
+        _add(entry, _read_ids(entry, parts["ids"]), parts[state], known, decompress)
     return {
         columns: np.copysign(levels[abs(codes)], codes, dtype="f4")
         for columns, codes in held.items()
     }
 
 
-def _add(entry, data, state, known, decompress):  # a chunk's codes upon what these were
-    for about in (entry["ids"], entry["weight"], *entry["optimizer"]):
-        part, data = np.split(data, [about["bytes"]])
-        if "raw" in about or "_zstd" in about.get("encoding", ""):
-            part = np.frombuffer(decompress(bytes(part)), "u1")
-        if about is entry["ids"]:
-            ids = _read_ids(entry, part)
-        elif about.get("name") == state:
-            break
+def _add(entry, ids, part, known, decompress):  # a chunk's codes upon what these were
     size, part = _length(part[1:])  # behind a version
     symbols, part = _stream(part, size, entry["count"], decompress)
     symbols, sizes, words = symbols.view("i1"), [], []

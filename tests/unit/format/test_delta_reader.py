@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from tests.unit.run.deltas import TABLES, Tables, chain, delta, make_job
+from tests.unit.run.deltas import Tables, chain, delta, make_job
 from torchrec_checknrun.compaction.compact import compact
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -95,17 +94,3 @@ def mix(x: int) -> int:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB % WORD
     return x ^ x >> 31
-
-
-def test_the_reader_is_short_and_needs_only_numpy() -> None:
-    text = (DOCS / "read_deltas.py").read_text()
-    assert len(text.splitlines()) <= 100
-    imports = {
-        name.name
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Import)
-        for name in node.names
-    }
-    assert imports == {"json", "numpy"}
-    assert "read_deltas.py" in (DOCS / "format.md").read_text()
-    assert len(TABLES) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +58,3 @@ def test_its_levels_are_ours(reader: Any) -> None:
     found = reader._levels()
     assert found.tobytes() == log_levels.levels().tobytes()
     assert found[: len(PLAIN)].tolist() == PLAIN
-
-
-def test_the_reader_is_short_and_needs_only_numpy() -> None:
-    text = (DOCS / "read_states.py").read_text()
-    assert len(text.splitlines()) <= 70
-    imports = {
-        name.name
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Import)
-        for name in node.names
-    }
-    assert imports == {"json", "numpy"}
-    assert "read_states.py" in (DOCS / "format.md").read_text()
