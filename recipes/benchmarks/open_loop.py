@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -117,10 +118,12 @@ class Load:
         return _run(self._open_loop(what, argument))
 
     async def _open_loop(self, what: Callable[[float], None], argument: float) -> list[float]:
-        free: list[_Connection] = []
+        free: deque[_Connection] = deque()  # the longest idle first: servers hang up on idle ones
 
         async def ask(number: int, due: float) -> float:
-            connection = free.pop() if free else await self._connect()
+            while free and free[0].transport.is_closing():
+                free.popleft()
+            connection = free.popleft() if free else await self._connect()
             await connection.ask(self._requests[number % len(self._requests)])
             free.append(connection)
             return time.perf_counter() - due

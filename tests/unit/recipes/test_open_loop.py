@@ -89,3 +89,11 @@ def test_an_error_ends_the_measurement(port: int, how: str) -> None:
     }
     with pytest.raises(AnswerFailed, match="500"):
         ask[how]()
+
+
+def test_a_server_that_hangs_up_is_called_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers end connections that were idle for some seconds; a request on one gets no answer."""
+    monkeypatch.setattr(Handler, "timeout", 0.05)
+    load = load_of(port, [b"fast"])
+    load.per_second = 5.0
+    assert len(load.ask_during(time.sleep, 2.0)) > 3
