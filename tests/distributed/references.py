@@ -41,9 +41,14 @@ def narrowest_bits(root: Path, checkpoint: str) -> int | None:
     return min(bits, default=None)
 
 
-def has_links(root: Path, checkpoint: str) -> bool:
-    """Tell whether a checkpoint's tables are stored as differences."""
-    return "deltas" in json.loads((root / checkpoint / "manifest.json").read_bytes())["manifest"]
+def links_of(root: Path, checkpoint: str) -> str:
+    """Return the method by which a checkpoint's tables are stored as differences; empty: none."""
+    manifest = json.loads((root / checkpoint / "manifest.json").read_bytes())["manifest"]
+    if "deltas" not in manifest:
+        return ""
+    tables = (manifest["tables"][name] for name in manifest["deltas"])
+    (method,) = {str(codec["name"]) for table in tables for codec in table["codecs"]}
+    return method
 
 
 def has_log_state(root: Path, checkpoint: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -102,39 +103,51 @@ def test_a_lost_row_is_found(workers: Workers, sabotage: str) -> None:
         go_through(Run(workers, sabotage=sabotage))
 
 
-def link(run: Run) -> None:
+SCHEMES: dict[str, dict[str, Any]] = {
+    "delta": {"links": "delta"},
+    "logdelta": {"links": "delta", "log_state": True},
+    "lc": {"links": "lc", "lc_bits": 3},
+}
+"""By method: a life's choices."""
+
+
+def link(run: Run, method: str = "logdelta") -> None:
     """Run a short sequence of links: with failures, told to one rank only, on other ranks."""
-    run.begin_run(11, Life(delta=True, log_state=True, staging="copy"), background=0)
+    scheme = SCHEMES[method]
+    run.begin_run(11, Life(**scheme, staging="copy"), background=0)
     run.spec = ModelSpec((CollectionSpec("c", (TableSpec("t", 300, 8, ("f0", "f1")),)),))
     run.save(2, FREE)
     run.save(2, Way(fault=Point.FILE, fault_rank=1))
     run.save_in_the_background(1, Way(Point.FILE), meanwhile=2)
-    run.restart(1, FREE, Life(1, delta=True, log_state=True), background=0, newest=True, which=0)
+    run.restart(1, FREE, Life(1, **scheme), background=0, newest=True, which=0)
+    run.evict(3)
     run.save(1, FREE)
     run.save(1, Way(fault=Point.COMMITTED))
-    run.restart(1, FREE, Life(delta=True, log_state=True), background=0, newest=True, which=0)
+    run.restart(1, FREE, Life(**scheme), background=0, newest=True, which=0)
     run.save(1, Way(fault=Point.HEARD, fault_rank=1))
     run.save(1, FREE)
     run.save(1, FREE)
-    for log_state in (False, True):  # another scheme begins with a base
-        life = Life(delta=True, log_state=log_state)
+    for other in [each for each in SCHEMES if each != method] + [method]:
+        life = Life(**SCHEMES[other])  # another scheme begins with a base
         run.restart(1, FREE, life, background=0, newest=True, which=0)
         run.save(1, FREE)
         run.save(1, FREE)
     run.teardown()
 
 
-def test_links(workers: Workers) -> None:
+@pytest.mark.parametrize("method", some_of(SCHEMES, 1, 2))
+def test_links(workers: Workers, method: str) -> None:
     run = Run(workers)
-    link(run)
+    link(run, method)
     assert run.seen["link"] >= 3
 
 
 # A link holds the rows modified since the last checkpoint: marks since the baseline don't count.
+@pytest.mark.parametrize("method", some_of(SCHEMES, 1, 2))
 @pytest.mark.parametrize("sabotage", sorted({*LOSES_ROWS} - {"marks since the baseline are lost"}))
-def test_a_row_that_links_lose_is_found(workers: Workers, sabotage: str) -> None:
+def test_a_row_that_links_lose_is_found(workers: Workers, sabotage: str, method: str) -> None:
     with pytest.raises(AssertionError, match=r"rows .* differ"):
-        link(Run(workers, sabotage=sabotage))
+        link(Run(workers, sabotage=sabotage), method)
 
 
 def overwrite(run: Run) -> None:
