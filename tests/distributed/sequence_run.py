@@ -54,8 +54,13 @@ FREE = Way()
 STEPS = st.integers(1, 3)
 CHOICES = st.integers(0, 99)
 CASE_SECONDS = 240.0
+OF_LINKS = {
+    *("link", "link: delta", "link: logdelta", "link: lc", "evict"),
+    *(f"lc_bits: {bits}" for bits in (2, 3, 4)),
+}
 ALPHABET = {
-    *("train", "save", "save in the background", "let go", "wait", "at the end", "evict"),
+    *OF_LINKS,
+    *("train", "save", "save in the background", "let go", "wait", "at the end"),
     *(f"fail: {point.name}" for point in Point),
     *("raised", "only logged", "skipped", "waited for", "in parts"),
     *("background: thread", "staging: auto", "staging: copy", "staging: encode"),
@@ -64,8 +69,6 @@ ALPHABET = {
     *("more ranks", "fewer ranks", "width rises", "width falls", "differential", "full"),
     *(f"policy: {policy}" for policy in POLICIES),
     *(f"bits: {bits}" for bits in WIDTHS),
-    *("link", "link: delta", "link: logdelta", "link: lc"),
-    *(f"lc_bits: {bits}" for bits in (2, 3, 4)),
 }
 
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.sequence_model import Life, Point, Way
-from tests.distributed.sequence_run import ALPHABET, FREE, Run, Workers
+from tests.distributed.sequence_run import ALPHABET, FREE, OF_LINKS, Run, Workers
 from tests.distributed.sequence_sabotage import DECIDES_WRONGLY, LOSES_PROTECTION, LOSES_ROWS
 from tests.distributed.worker_pool import CaseFailed
 from tests.examples import ALL, some_of
@@ -38,18 +38,20 @@ def check_sequences(
     start: int,
     ends: Sequence[str] = ("abandon", "close"),
     backgrounds: Sequence[str] = ("thread",),
+    linked: bool = False,
 ) -> Counter[str]:
     """Run sequences; count what has happened in them.
 
     Args:
         start: where Hypothesis begins: the same sequences every time.
+        linked: every life stores rows as differences.
     """
     seen: Counter[str] = Counter()
 
     @seed(start)
     class OneOfMany(Run):
         def __init__(self) -> None:
-            super().__init__(workers, ends, backgrounds, seen)
+            super().__init__(workers, ends, backgrounds, seen, linked=linked)
 
     run_state_machine_as_test(OneOfMany, settings=settings(quick, max_examples=many))
     print(dict(sorted(seen.items())))
@@ -58,7 +60,7 @@ def check_sequences(
 
 @pytest.mark.timeout(900)
 def test_nothing_is_lost(workers: Workers) -> None:
-    seen = check_sequences(workers, *((14, 77) if ALL else (4, 1)))
+    seen = check_sequences(workers, *((14, 77) if ALL else (4, 38)))
     share = 1 if ALL else 1 / 8
     # Neither kind is rare; lives that don't restore begin with a full one.
     assert seen["differential"] > 40 * share
@@ -79,6 +81,21 @@ def test_nothing_is_lost_long(workers: Workers) -> None:
     alphabet = ALPHABET | {"background: process", "end: kill", "end: kill later"}
     assert {what for what in alphabet if not seen[what]} == set()
     assert min(seen["differential"], seen["full"]) > 30
+
+
+@pytest.mark.timeout(900)
+def test_no_link_is_lost(workers: Workers) -> None:
+    seen = check_sequences(workers, 12 if ALL else 2, 39, linked=True)
+    assert seen["link"] > (60 if ALL else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_no_link_is_lost_long(workers: Workers) -> None:
+    ends = (*("abandon", "close") * 4, "kill", "kill later")
+    seen = check_sequences(workers, 80, 7, ends, linked=True)
+    assert {what for what in OF_LINKS | {"end: kill"} if not seen[what]} == set()
+    assert min(seen["link: delta"], seen["link: logdelta"], seen["link: lc"]) > 30
 
 
 def go_through(run: Run) -> None:
@@ -127,7 +144,7 @@ def link(run: Run, method: str = "logdelta") -> None:
     run.save(1, Way(fault=Point.HEARD, fault_rank=1))
     run.save(1, FREE)
     run.save(1, FREE)
-    for other in [each for each in SCHEMES if each != method] + [method]:
+    for other in ("lc" if method == "delta" else "delta", method):
         life = Life(**SCHEMES[other])  # another scheme begins with a base
         run.restart(1, FREE, life, background=0, newest=True, which=0)
         run.save(1, FREE)

@@ -159,11 +159,12 @@ class History:
                     each.outcome = Copied(each.original.id, None)
 
     def lose(self, choice: int) -> None:
-        """Lose a link that has a copy."""
+        """Lose a link that has a copy, between two lives."""
         for id in self._there():
             original = self._copied(id)
             if original != id and (self.root / original / MANIFEST_NAME).exists():
                 (self.root / original).rename(self.root.with_name(f"lost-{original}"))
+                self.restart(choice)
                 return
 
     def prune(self, choice: int) -> None:
