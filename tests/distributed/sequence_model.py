@@ -224,6 +224,8 @@ class Reference:
     def __init__(self) -> None:
         self.begun: list[Begun] = []
         self.steps = 0
+        self._written = False
+        """Rows were written by hand since the last checkpoint began."""
 
     @property
     def listed(self) -> list[Begun]:
@@ -237,7 +239,7 @@ class Reference:
         self._last: Begun | None = None
         self.events: list[Event] = []
         self.only_logged = 0
-        self.steps = 0
+        self.steps, self._written = 0, False
 
     def fitted(self, way: Way) -> Way:
         """Return the way as it can happen in this life."""
@@ -264,9 +266,14 @@ class Reference:
             rank.error, rank.report, rank.told = False, None, []
         found = source or (self.listed[-1] if self.listed else None)
         if found is not None:
-            self._last, self.steps = found, found.step
+            self._last, self.steps, self._written = found, found.step, False
             self.events.append(Event("restored", found))
         return found
+
+    def evict(self) -> None:
+        """Write rows by hand."""
+        self.let_go()
+        self._written = True
 
     def step(self, due: Way | None = None) -> Call:
         """Train one step and call ``step``, at which a checkpoint may be due."""
@@ -302,8 +309,8 @@ class Reference:
         """Close the checkpointer."""
         self._settle_all()
         begun = None
-        has_unsaved_steps = self._last is None or self._last.step != self.steps
-        if self._life.at_end and self.steps > 0 and has_unsaved_steps:
+        unsaved = self._written or self._last is None or self._last.step != self.steps
+        if self._life.at_end and self.steps > 0 and unsaved:
             for rank in self._ranks:  # what failed before is part of this one
                 rank.error = False
             begun = self._begin(way)
@@ -334,6 +341,7 @@ class Reference:
         listed = way.fault is None or way.fault >= Point.COMMITTED
         held = way.hold is not None
         begun = Begun(len(self.begun), self.steps, way, held, listed, self._life)
+        self._written = False
         self.begun.append(begun)
         self.events.append(Event("begun", begun))
         for rank in self._ranks:

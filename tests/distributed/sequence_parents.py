@@ -96,13 +96,15 @@ def _parent(
     """
     if not history or life.policy == "full":
         return None
-    if life.links:
-        return linkable if linkable == history[-1] and not _exceeded(history, manifests) else None
-    if "deltas" in manifests[history[-1]]:
-        return None
     widths = [
         table["value_bits"] for name in history for table in manifests[name]["tables"].values()
     ]
+    if life.links:
+        rises = life.lc_bits > min(widths)
+        ends = rises or linkable != history[-1] or _exceeded(history, manifests)
+        return None if ends else linkable
+    if "deltas" in manifests[history[-1]]:
+        return None
     if (life.bits or 32) > min(widths):
         return None
     if life.policy == "intermittent" and begins_anew(_sizes(history[-1], manifests)):

@@ -164,7 +164,7 @@ class Run(RuleBasedStateMachine):
     @rule(which=CHOICES)
     def evict(self, which: int) -> None:
         """Overwrite rows by hand, after a save that is on its way."""
-        self.model.let_go()
+        self.model.evict()
         self._do("evict", {"which": which})
 
     @precondition(lambda self: self.model.pending)
