@@ -64,11 +64,11 @@ def codes_of(values: torch.Tensor) -> np.ndarray:
     """
     signed = values.detach().cpu().contiguous().numpy().view(np.int32)
     bits = signed & 0x7FFFFFFF
-    found = _floors_by_key().take(bits >> _KEY_BITS)
-    exact, around = bits.view(np.float32).astype(np.float64), _levels_and_one()
-    found += exact >= around.take(found + 1)  # a key's values lie on both sides of one level at most
-    lower, upper = around.take(found), around.take(found + 1)
-    with np.errstate(invalid="ignore"):  # of infinities and NaN, which no comparison holds of
+    found, around = _floors_by_key().take(bits >> _KEY_BITS), _levels_and_one()
+    with np.errstate(invalid="ignore"):  # of infinities and NaN, of which no comparison holds
+        exact = bits.view(np.float32).astype(np.float64)
+        found += exact >= around.take(found + 1)  # a key has values on both sides of one level
+        lower, upper = around.take(found), around.take(found + 1)
         found += _lots(bits) < (exact - lower) / (upper - lower)
     denormal = np.flatnonzero((bits - 1).view(np.uint32) < _LEAST_NORMAL - 1)
     if len(denormal):
