@@ -1,6 +1,6 @@
 // Packs and unpacks rows a batch at a time, those of a class one after the other: a class that
-// changes from row to row is a branch that no processor predicts, and each wrong guess takes as long
-// as packing a short row. Included once for each instruction set.
+// changes from row to row is a branch that no processor predicts, and each wrong guess takes as
+// long as packing a short row. Included once for each instruction set.
 namespace checknrun {
 namespace CHECKNRUN_NAMESPACE {
 namespace {

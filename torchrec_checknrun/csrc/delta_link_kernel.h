@@ -1,6 +1,6 @@
-// Encodes rows upon what their shard holds, and replaces that, a batch of rows at a time: everything
-// about a row is done while it is in the nearest cache. Included once for each instruction set, after
-// delta_kernel.h's functions.
+// Encodes rows upon what their shard holds, and replaces that, a batch of rows at a time:
+// everything about a row is done while it is in the nearest cache. Included once for each
+// instruction set, after delta_kernel.h's functions.
 namespace checknrun {
 namespace CHECKNRUN_NAMESPACE {
 namespace {
