@@ -68,7 +68,7 @@ def restored_from(root: str) -> Tables:
 
 
 def close(found: Tables, wanted: Tables, chosen: Quantization) -> None:
-    relative = 0.044 if chosen.optimizer == "logdelta" else 0.0
+    relative = 0.091 if chosen.optimizer == "logdelta" else 0.0
     for name, values in wanted.items():
         limit = abs(values) * relative if "/" in name else LIMITS[chosen.method]
         assert (np.abs(found[name] - values) <= limit).all(), name

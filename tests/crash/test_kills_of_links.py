@@ -21,7 +21,7 @@ STEP = 2.0**-12
 """Of a row with a gradient of one; a row that lacks an update differs by far more."""
 APART = 2.0**-4
 """Bounds what LC's links leave out in a row of the last checkpoint; lives check their digests."""
-LEVELS = 2.0**-4
+LEVELS = 2.0**0.125 - 1
 """Bounds the relative error of optimizer state on levels an eighth of an octave apart."""
 ALWAYS = (
     "checkpoint.policy=consecutive",

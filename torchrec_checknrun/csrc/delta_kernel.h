@@ -7,6 +7,7 @@
 #include "rows_lanes.h"
 #include "rows_bits.h"
 #include "delta_planes.h"
+#include "delta_batch.h"
 
 namespace checknrun {
 namespace CHECKNRUN_NAMESPACE {
@@ -88,13 +89,6 @@ inline int find_differences(const int32_t* codes, const int32_t* base, int drop,
   return magnitude ? 32 - __builtin_clz(magnitude) : 0;
 }
 
-inline uint8_t* append(Stream& stream, int64_t bytes) {
-  if (stream.room - stream.size < bytes + kSlack) grow(stream, bytes + kSlack);
-  uint8_t* at = stream.data + stream.size;
-  stream.size += bytes;
-  return at;
-}
-
 inline const float* row_of(const DeltaEncodeJob& job, int64_t r, float* scratch) {
   const int64_t at = r * job.stride;
   if (job.value == Value::fp32) return static_cast<const float*>(job.weight) + at;
@@ -154,64 +148,58 @@ inline DeltaFault fault_of(const DeltaEncodeJob& job, int64_t r) {
   return most < 0 || most > kMostCode ? kCodeOutOfRange : kSound;
 }
 
-// Writes a row's symbol and its planes.
-inline DeltaFault write_row(const DeltaEncodeJob& job, int64_t r, int drop, int32_t* z,
-                            Streams& out) {
+// Writes a row's symbol, and sets row i of a batch to what its planes hold.
+inline DeltaFault add_row(const DeltaEncodeJob& job, int64_t r, int drop, int64_t i, Batch& batch,
+                          Streams& out) {
   const int64_t dim = job.dim;
   const int32_t* codes = job.after.codes + r * dim;
-  int c = kVerbatimClass;
   if (job.after.kind[r] == kVerbatim) {
-    memcpy(z, codes, dim * 4);
+    memcpy(batch.row(i), codes, dim * 4);
+    batch.classes[i] = kVerbatimClass;
     job.symbols[r] = kVerbatimClass * 8 + kAlone;
-  } else {
-    const bool alone = drop < 0;
-    const int32_t* base = alone ? nullptr : job.before.codes + r * dim;
-    c = find_differences(codes, base, std::min(std::max(drop, 0), 31), dim, z);
-    if (c >= kVerbatimClass) return kCodeOutOfRange;  // only of a predecessor that is not sound
-    if (alone) *append(out.extra, 1) = uint8_t(job.after.exponent[r] - kLeastExponent);
-    else if (drop > kMostDrop) *append(out.extra, 1) = uint8_t(drop);
-    const bool near = !alone && drop <= kMostDrop;
-    job.symbols[r] = uint8_t(alone ? c * 8 + kAlone : near ? c * 8 + drop : kFarther + c);
+    return kSound;
   }
-  for (int p = 0; p < kPlanes.count[c]; ++p) {
-    const Plane plane = kPlanes.of[c][p];
-    pack_row(z, dim, plane, append(out.planes[c][p], plane_bytes(dim, plane.width)));
-  }
+  const bool alone = drop < 0;
+  const int32_t* base = alone ? nullptr : job.before.codes + r * dim;
+  const int c = find_differences(codes, base, std::min(std::max(drop, 0), 31), dim, batch.row(i));
+  if (c >= kVerbatimClass) return kCodeOutOfRange;  // only of a predecessor that is not sound
+  if (alone) *append(out.extra, 1) = uint8_t(job.after.exponent[r] - kLeastExponent);
+  else if (drop > kMostDrop) *append(out.extra, 1) = uint8_t(drop);
+  const bool near = !alone && drop <= kMostDrop;
+  batch.classes[i] = uint8_t(c);
+  job.symbols[r] = uint8_t(alone ? c * 8 + kAlone : near ? c * 8 + drop : kFarther + c);
   return kSound;
 }
 
 DeltaFault encode(const DeltaEncodeJob& job, int64_t begin, int64_t end, Streams& out) {
-  const Buffer<int32_t> z(padded(job.dim));
   const Buffer<float> scratch(job.dim);
-  memset(z.data, 0, padded(job.dim) * 4);
-  for (int64_t r = begin; r < end; ++r) {
-    int drop;
-    if (job.weight) {
-      drop = settle(job, r, row_of(job, r, scratch.data));
-    } else {
-      const DeltaFault fault = fault_of(job, r);
+  Batch batch(job.dim);
+  for (int64_t start = begin; start < end; start += batch.most) {
+    const int64_t n = std::min(batch.most, end - start);
+    for (int64_t r = start; r < start + n; ++r) {
+      int drop;
+      if (job.weight) {
+        drop = settle(job, r, row_of(job, r, scratch.data));
+      } else {
+        const DeltaFault fault = fault_of(job, r);
+        if (fault != kSound) return fault;
+        drop = settled(job, r);
+      }
+      const DeltaFault fault = add_row(job, r, drop, r - start, batch, out);
       if (fault != kSound) return fault;
-      drop = settled(job, r);
     }
-    const DeltaFault fault = write_row(job, r, drop, z.data, out);
-    if (fault != kSound) return fault;
+    write_planes(batch, n, out);
   }
   return kSound;
 }
 
-// Where a reader stands in the streams: rows of each class, and extra bytes, before its row.
-struct Place {
-  int64_t rows[kClasses] = {};
-  int64_t extra = 0;
+inline int class_of(uint8_t symbol) {
+  return symbol >= kFarther ? symbol - kFarther : symbol >> 3;
+}
 
-  void pass(uint8_t symbol) {
-    rows[symbol >= kFarther ? symbol - kFarther : symbol >> 3] += 1;
-    extra += has_extra(symbol);
-  }
-  static bool has_extra(uint8_t symbol) {
-    return symbol >= kFarther || ((symbol & 7) == kAlone && symbol >> 3 != kVerbatimClass);
-  }
-};
+inline bool has_extra(uint8_t symbol) {
+  return symbol >= kFarther || ((symbol & 7) == kAlone && symbol >> 3 != kVerbatimClass);
+}
 
 // Sets codes to the chosen columns of a row; returns the largest magnitudes.
 inline Ints add_up(const int32_t* z, const int32_t* base, int drop, int64_t cols, int32_t* codes) {
@@ -226,25 +214,17 @@ inline Ints add_up(const int32_t* z, const int32_t* base, int drop, int64_t cols
   return most;
 }
 
-// Reads the row at `place` as row i of the result.
-inline DeltaFault read_row(const DeltaApplyJob& job, uint8_t symbol, const Place& place, int64_t i,
-                           int32_t* z, Ints& most) {
+// Sets row i of the result, from its zigzag codes and its extra byte.
+inline DeltaFault put_row(const DeltaApplyJob& job, uint8_t symbol, uint8_t extra, int64_t i,
+                          const int32_t* z, Ints& most) {
   const bool far = symbol >= kFarther, alone = !far && (symbol & 7) == kAlone;
-  const int c = far ? symbol - kFarther : symbol >> 3;
-  for (int p = 0; p < kPlanes.count[c]; ++p) {
-    const Plane plane = kPlanes.of[c][p];
-    const int64_t at = place.rows[c] * plane_bytes(job.dim, plane.width);
-    unpack_row(job.planes[c][p] + at, job.dim, plane, p == 0, z);
-  }
-  if (c == 0) memset(z, 0, padded(job.dim) * 4);
   int32_t* codes = job.after.codes + i * job.cols;
-  if (c == kVerbatimClass) {
+  if (class_of(symbol) == kVerbatimClass) {
     memcpy(codes, z + job.first, job.cols * 4);
     job.after.kind[i] = kVerbatim;
     job.after.exponent[i] = 0;
     return kSound;
   }
-  const int extra = Place::has_extra(symbol) ? job.extra[place.extra] : 0;
   int exponent = extra + kLeastExponent, drop = 0;
   const int32_t* base = nullptr;
   if (!alone) {
@@ -263,16 +243,28 @@ inline DeltaFault read_row(const DeltaApplyJob& job, uint8_t symbol, const Place
 
 // Reads rows begin to end of the chosen ones.
 DeltaFault apply(const DeltaApplyJob& job, int64_t begin, int64_t end) {
-  const Buffer<int32_t> z(padded(job.dim) + kStep);
-  Place place;
+  Batch batch(job.dim);
+  int64_t rows[kClasses] = {}, extra = 0, r = 0;  // before row r: of each class, with extra bytes
+  int64_t places[kMostBatch];
+  uint8_t symbols[kMostBatch], extras[kMostBatch];
   Ints most = {};
-  int64_t r = 0;
-  for (int64_t i = begin; i < end; ++i) {
-    for (const int64_t next = job.chosen ? job.chosen[i] : i; r < next; ++r) {
-      place.pass(job.symbols[r]);
+  for (int64_t start = begin; start < end; start += batch.most) {
+    const int64_t n = std::min(batch.most, end - start);
+    for (int64_t i = 0; i < n; ++i) {
+      for (const int64_t wanted = job.chosen ? job.chosen[start + i] : start + i; r < wanted; ++r) {
+        ++rows[class_of(job.symbols[r])];
+        extra += has_extra(job.symbols[r]);
+      }
+      const uint8_t symbol = symbols[i] = job.symbols[r];
+      batch.classes[i] = uint8_t(class_of(symbol));
+      places[i] = rows[batch.classes[i]];
+      extras[i] = has_extra(symbol) ? job.extra[extra] : 0;
     }
-    const DeltaFault fault = read_row(job, job.symbols[r], place, i, z.data, most);
-    if (fault != kSound) return fault;
+    read_planes(batch, n, job.planes, places);
+    for (int64_t i = 0; i < n; ++i) {
+      const DeltaFault fault = put_row(job, symbols[i], extras[i], start + i, batch.row(i), most);
+      if (fault != kSound) return fault;
+    }
   }
   return largest(most) > kMostCode ? kCodeOutOfRange : kSound;
 }

@@ -64,6 +64,51 @@ inline Ints nearest_ints(Floats x) {
 #endif
 }
 
+inline uint8_t* append(Stream& stream, int64_t bytes) {
+  if (stream.room - stream.size < bytes + kSlack) grow(stream, bytes + kSlack);
+  uint8_t* at = stream.data + stream.size;
+  stream.size += bytes;
+  return at;
+}
+
+// Widen and narrow whole vectors of codes, which compilers take apart, lane by lane.
+inline Ints widened(const uint8_t* from) {
+#if CHECKNRUN_LANES == 16
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif CHECKNRUN_LANES == 8
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  Bytes bytes;
+  memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Ints);
+#endif
+}
+
+// As above, of a vector's part of kStep codes; not by way of memory, where it would have to wait.
+inline Ints widened(const uint64_t* eights, int part) {
+#if CHECKNRUN_LANES == 16
+  return (Ints)_mm512_cvtepu8_epi32(_mm_set_epi64x(int64_t(eights[1]), int64_t(eights[0])));
+#elif CHECKNRUN_LANES == 8
+  return (Ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(eights[0])));
+#else
+  return widened(reinterpret_cast<const uint8_t*>(eights) + part);
+#endif
+}
+
+inline void narrow(Ints x, uint8_t* to) {  // keeps the low bytes
+#if CHECKNRUN_LANES == 16
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)x));
+#elif CHECKNRUN_LANES == 8
+  const __m256i low = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400));
+  const __m128i bytes =
+      _mm_unpacklo_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), bytes);
+#else
+  const Bytes bytes = __builtin_convertvector(x, Bytes);
+  memcpy(to, &bytes, sizeof bytes);
+#endif
+}
+
 // Writes a plane of zigzag codes; `z` is padded with zeros. May write kSlack bytes too many.
 template <int width>
 inline void pack_row(const int32_t* z, int64_t dim, int low, int32_t mask, uint8_t* out) {
@@ -71,24 +116,13 @@ inline void pack_row(const int32_t* z, int64_t dim, int low, int32_t mask, uint8
   for (int64_t d = 0; d < dim; d += kStep) {
     for (int i = 0; i < kStep; i += kLanes) {
       const Ints part = (load_ints(z + d + i) >> low) & mask;
-      const Bytes bytes = __builtin_convertvector(part, Bytes);
-      memcpy(reinterpret_cast<uint8_t*>(eights) + i, &bytes, sizeof bytes);
+      narrow(part, reinterpret_cast<uint8_t*>(eights) + i);
     }
     for (const uint64_t eight : eights) {
       const uint64_t packed = width == 8 ? eight : pack8(eight, width);
       memcpy(out, &packed, 8);
       out += width;
     }
-  }
-}
-
-inline void pack_row(const int32_t* z, int64_t dim, Plane plane, uint8_t* out) {
-  const int32_t mask = (1 << plane.bits) - 1;
-  switch (plane.width) {
-    case 8: return pack_row<8>(z, dim, plane.low, mask, out);
-    case 4: return pack_row<4>(z, dim, plane.low, mask, out);
-    case 2: return pack_row<2>(z, dim, plane.low, mask, out);
-    default: return pack_row<1>(z, dim, plane.low, mask, out);
   }
 }
 
@@ -103,30 +137,10 @@ inline void unpack_row(const uint8_t* from, int64_t dim, int low, int32_t mask, 
       from += width;
     }
     for (int i = 0; i < kStep; i += kLanes) {
-      Bytes bytes;
-      memcpy(&bytes, reinterpret_cast<const uint8_t*>(eights) + i, sizeof bytes);
-      Ints part = (__builtin_convertvector(bytes, Ints) & mask) << low;
+      Ints part = (widened(eights, i) & mask) << low;
       if (!begins) part |= load_ints(z + d + i);
       memcpy(z + d + i, &part, sizeof part);
     }
-  }
-}
-
-inline void unpack_row(const uint8_t* from, int64_t dim, Plane plane, bool begins, int32_t* z) {
-  const int32_t mask = (1 << plane.bits) - 1;
-  const int low = plane.low;
-  if (begins) {
-    switch (plane.width) {
-      case 8: return unpack_row<8, true>(from, dim, low, mask, z);
-      case 4: return unpack_row<4, true>(from, dim, low, mask, z);
-      default: return unpack_row<2, true>(from, dim, low, mask, z);
-    }
-  }
-  switch (plane.width) {
-    case 8: return unpack_row<8, false>(from, dim, low, mask, z);
-    case 4: return unpack_row<4, false>(from, dim, low, mask, z);
-    case 2: return unpack_row<2, false>(from, dim, low, mask, z);
-    default: return unpack_row<1, false>(from, dim, low, mask, z);
   }
 }
 

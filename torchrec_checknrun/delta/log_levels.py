@@ -26,7 +26,9 @@ _INFINITY = 0x7F800000
 """The bits of fp32's infinity; those of NaNs are above."""
 _LEAST_NORMAL = 0x00800000
 _KEY_BITS = 12
-"""Low bits of a normal number that its code doesn't depend on."""
+"""Low bits of a normal number that are not looked up: so many values have one level at most."""
+_GOLDEN = np.uint32(0x9E3779B1)
+"""2^32 by the golden ratio, odd."""
 
 
 @functools.cache
@@ -47,18 +49,27 @@ MOST_CODE = len(levels()) - 1
 
 
 def codes_of(values: torch.Tensor) -> np.ndarray:
-    """Return the codes of the nearest levels, ``(n,)`` int16.
+    """Return the codes of levels beside the values, ``(n,)`` int16.
 
-    Relative error at most 4.4 %, of denormals that or half of fp32's least number more; zero,
-    infinities and NaN are exact, zero's sign and NaN's bits aside. The codes of decoded values are
-    the same codes.
+    Of the two levels around a value, the nearer one is the likelier, so that decoded values are
+    right in the mean. With the nearest one always, a sum that grows by less than half a level
+    between two restores would never grow. The value's own bits draw the lot: equal values have
+    equal codes, and the codes of decoded values are the same codes.
+
+    Relative error below 9.1 %, 3.7 % in the root mean square; denormals get the nearest level.
+    Zero, infinities and NaN are exact, zero's sign and NaN's bits aside.
 
     Args:
         values: ``(n,)`` float32, on any device.
     """
     signed = values.detach().cpu().contiguous().numpy().view(np.int32)
     bits = signed & 0x7FFFFFFF
-    found = _codes_by_key().take(bits >> _KEY_BITS)
+    found, around = _floors_by_key().take(bits >> _KEY_BITS), _levels_and_one()
+    with np.errstate(invalid="ignore"):  # of infinities and NaN, of which no comparison holds
+        exact = bits.view(np.float32).astype(np.float64)
+        found += exact >= around.take(found + 1)  # a key has values on both sides of one level
+        lower, upper = around.take(found), around.take(found + 1)
+        found += _lots(bits) < (exact - lower) / (upper - lower)
     denormal = np.flatnonzero((bits - 1).view(np.uint32) < _LEAST_NORMAL - 1)
     if len(denormal):
         found[denormal] = _nearest(bits[denormal].view(np.float32))
@@ -153,11 +164,27 @@ def _nearest(values: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _codes_by_key() -> np.ndarray:
-    """Return the codes of zero, of all normal numbers, and of infinity, by their upper bits."""
+def _floors_by_key() -> np.ndarray:
+    """Return, by upper bits, the codes of the last levels not above the least number of such bits:
+    of zero, normal numbers, infinity and NaN.
+    """
     keys = np.arange((_INFINITY >> _KEY_BITS) + 1, dtype=np.int32) << _KEY_BITS
-    found = _nearest((keys[:-1] + (1 << (_KEY_BITS - 1))).view(np.float32))
-    found[0] = 0
+    least = keys[:-1].view(np.float32).astype(np.float64)
+    finite = levels()[: MOST_CODE - 1].astype(np.float64)
+    found = (np.searchsorted(finite, least, side="right") - 1).astype(np.int16)
     nans = np.full(1 << (23 - _KEY_BITS), MOST_CODE, np.int16)
     nans[0] = MOST_CODE - 1
     return np.concatenate((found, nans))
+
+
+@functools.cache
+def _levels_and_one() -> np.ndarray:
+    """Return the levels, float64, and one more that no number reaches."""
+    return np.append(levels().astype(np.float64), np.nan)
+
+
+def _lots(bits: np.ndarray) -> np.ndarray:
+    """Return a number from 0 up to 1 for each value, float64: neighbours' are far apart, and any
+    run of values has evenly spread ones (multiples of the golden ratio, Knuth, TAOCP 6.4).
+    """
+    return (bits.view(np.uint32) * _GOLDEN) * 2.0**-32

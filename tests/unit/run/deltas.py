@@ -72,7 +72,7 @@ def expected(saver: Checkpointer) -> Tables:
     ``lc`` the values that are kept. By ``logdelta`` state is that of its codes.
 
     The live rows must be within half a step, which is at most the one asked for, and state within
-    4.4 %.
+    a level, 9.1 %.
     """
     found = live(saver)
     for shard in saver._target.tracked.shards:
@@ -98,7 +98,7 @@ def state_pieces(
         for name, held in references.states.items():
             exact = shard.local.optimizer[name].detach()[start : start + place.rows]
             restored = log_levels.values_of(held.gather(np.arange(place.rows)))
-            close = torch.isclose(restored, exact, rtol=0.044, atol=1e-44, equal_nan=True)
+            close = torch.isclose(restored, exact, rtol=0.091, atol=1e-44, equal_nan=True)
             assert (close | (exact == 0)).all()
             assert (restored[exact == 0] == 0).all()
             yield place, name, restored.numpy()
