@@ -145,3 +145,29 @@ def test_a_parent_that_is_gone_is_built_upon_by_none(workers: Workers, tmp_path:
     claim = latest_claim(Folder(place["root"]))
     assert claim is not None
     assert claim.released
+
+
+def outlives_its_root(root: str, spec: dict[str, Any], plan: Plan) -> list[Any]:
+    """Save on when the root was moved away under a run."""
+    job = build(spec, plan)
+    with checkpointer(root, job, policy=Consecutive()) as saver:
+        job.train()
+        first = save(saver)
+        on_rank_0(lambda: Path(root).rename(f"{root} of old"))
+        job.train()
+        saver.steps += 1
+        with pytest.raises(SaveFailed, match=f"{first}, which this checkpoint builds on, was del"):
+            saver.save()
+        report = saver.save()
+        assert report is not None
+        wanted = gather(job)
+        scramble(job)
+        assert saver.restore() is not None
+    return [report.kind, references.differences(gather(job), wanted, None)]
+
+
+def test_a_run_whose_root_is_moved_away_saves_all_rows_anew(
+    workers: Workers, tmp_path: Path
+) -> None:
+    for kind, problems in workers(2).run(outlives_its_root, **where(tmp_path)):
+        assert (kind, problems) == ("full", [])

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_checknrun.dense.late_states import LateStates
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.references import tensors_of
@@ -34,7 +35,8 @@ class DenseStates:
 
     Args:
         model: names the parameters of plain torch optimizers.
-        states: all state objects by name; those that are no optimizers are ignored.
+        states: all state objects by name; of those that are no optimizers, the ones that hold
+            TorchRec's optimizers get ready to load.
         tracked: knows the tables in fused kernels: a dense optimizer over all of a model's
             parameters includes these tables, but never steps them.
         names: returns the model's parameters' names, where they are known.
@@ -52,7 +54,9 @@ class DenseStates:
         self._tracked = tracked
         self._states = {n: s for n, s in states.items() if _is_known(s)}
         self._objects = list(states.values())
+        self._holders: dict[str, Any] = {n: s for n, s in states.items() if not _is_known(s)}
         self._fitted: dict[str, NestedOptimizer] = {}
+        self._late: list[LateStates] = []
 
     def __contains__(self, name: object) -> bool:
         return name in self._states
@@ -102,7 +106,8 @@ class DenseStates:
             resized: the checkpoint was saved by another number of ranks.
 
         Returns:
-            The state dicts to restore into, in the stored form, with the live tensors.
+            The state dicts to restore into, in the stored form, with the live tensors; and those of
+            other objects that have more state now.
 
         Raises:
             IncompatibleCheckpoint: parameters of one group had different options, or a wrapper
@@ -112,7 +117,12 @@ class DenseStates:
         self._fitted = self._optimizers(
             self._states.keys() & trees.keys(), list(self._elsewhere()), resized
         )
-        return {n: o.fit(trees[n], n, tables, strict) for n, o in self._fitted.items()}
+        fitted = {n: o.fit(trees[n], n, tables, strict) for n, o in self._fitted.items()}
+        for name in self._holders.keys() & trees.keys():
+            self._late.append(LateStates(self._holders[name], self._names(), self._sharded()))
+            if self._late[-1].make(trees[name]):
+                fitted[name] = self._holders[name].state_dict()
+        return fitted
 
     def load(self, name: str, content: dict[str, Any]) -> None:
         """Load the state dict that ``fit`` returned, once restored, into its optimizer."""
@@ -142,9 +152,11 @@ class DenseStates:
 
     def undo(self) -> None:
         """Put the live optimizers' state back as it was before ``fit``."""
+        for late in self._late:
+            late.undo()
         for optimizer in self._fitted.values():
             optimizer.undo()
-        self._fitted = {}
+        self._fitted, self._late = {}, []
 
     def _optimizers(
         self, which: Collection[str], elsewhere: Iterable[object], resized: bool = False

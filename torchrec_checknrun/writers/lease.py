@@ -258,8 +258,7 @@ class Lease:
 
     def _take(self, epoch: int, holder: Holder, uses: tuple[str, ...]) -> Claim:
         name = claim_name(epoch)
-        self._root.create()
-        self._folder.create()
+        self._make_folder()
         claim = Claim(epoch, holder, self._seconds, uses=uses)
         try:
             self._folder.put(name, claim.to_bytes(), new=True)
@@ -339,10 +338,16 @@ class Lease:
         self._claim = replace(self.claim, renewals=renewals, idle=round(idle, 3))
         try:
             gone = self._folder.size(self.claim.name) is None
+            if gone:  # perhaps with its folder, or the whole root
+                self._make_folder()
             self._record(replace(self.claim, uses=uses), new=gone)
         except FileExistsError:
             return False
         return True
+
+    def _make_folder(self) -> None:
+        self._root.create()
+        self._folder.create()
 
     def _record(self, claim: Claim, new: bool = False) -> None:
         """Put the claim's file, and remember its bytes."""

@@ -264,6 +264,18 @@ def test_old_claims_are_cleaned_up(root: Folder, leases: list[Lease]) -> None:
     assert (root / FOLDER).names() == ["epoch-00000004.json", "epoch-00000005.json"]
 
 
+def test_a_claim_whose_folder_is_gone_is_written_anew(root: Folder, leases: list[Lease]) -> None:
+    lease = Lease(root)
+    leases.append(lease)
+    lease.acquire(nothing)
+    folder = root / FOLDER
+    for name in folder.names():
+        folder.delete(name)
+    folder.remove()
+    lease.check()
+    assert latest_claim(root) == lease.claim
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"epoch": 1}', b'{"epoch": 1, "holder": 5}'],
