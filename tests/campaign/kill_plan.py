@@ -130,13 +130,22 @@ def delta_quantization() -> Quantization:
     return Quantization(method="delta", step=STEP, exact_below_rows=0)
 
 
+def logdelta_quantization() -> Quantization:
+    """Return steps as small, and row-wise optimizer state that is kept by references, too."""
+    return Quantization(method="delta", step=STEP, optimizer="logdelta", exact_below_rows=0)
+
+
 def lc_quantization() -> Quantization:
     """Return buckets so many that what they leave out is far smaller than a row's update."""
     return Quantization(method="lc", bits=lc_bound.BITS, exact_below_rows=0)
 
 
-LINKS = {"delta": delta_quantization, "lc": lc_quantization}
-"""By the method that stores rows as differences."""
+LINKS = {
+    "delta": delta_quantization,
+    "logdelta": logdelta_quantization,
+    "lc": lc_quantization,
+}
+"""By the method that stores rows as differences; ``logdelta``: optimizer state, too."""
 
 
 def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
@@ -145,7 +154,7 @@ def draw(seed: str, kills: int, variant: str = "thread") -> Trial:
     Args:
         variant: ``process``: with ``background="process"``, which takes seconds to start; the write
             processes may be victims. ``agent``: under torchrun's agent, which is the victim more
-            often than not. ``delta``, ``lc``: rows are stored as differences.
+            often than not. A method of ``LINKS``: rows are stored as differences.
     """
     rng = random.Random(seed)
     process, links = variant == "process", variant if variant in LINKS else ""

@@ -47,7 +47,7 @@ def run(seed: int, number: int, folder: Path, variant: str = "thread") -> Outcom
 
     Args:
         variant: ``thread`` or ``process``: the background that writes; ``agent``: ranks under
-            torchrun's agent; ``delta``, ``lc``: rows stored as differences.
+            torchrun's agent; a method of ``LINKS``: rows stored as differences.
     """
     forks.adopt_orphans()
     trial = draw(f"{seed}/{number}/{variant}", KILLS, variant)
@@ -321,7 +321,9 @@ def _look(trial: Trial, folder: Path) -> None:
             before = None if parent is None else states[parent.id]
             problems = lc_bound.differences(found_state, wanted, before)
         else:
-            problems = references.differences(found_state, wanted, None, bool(trial.links))
+            log_state = trial.links == "logdelta"
+            linked = bool(trial.links)
+            problems = references.differences(found_state, wanted, None, linked, log_state)
         for difference in problems:
             life.problem(f"silent: {id}: {difference}")
     life.note("looked", [compared, links])

@@ -114,6 +114,12 @@ PARTS: dict[str, Part] = {
         "The same where rows are stored as differences to the last checkpoint",
         slice=1,
     ),
+    "kills-logdelta": Part(
+        partial(_kills, variant="logdelta"),
+        *(110, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 300),
+        "The same with differences of optimizer state, too",
+        slice=0,
+    ),
     "kills-lc": Part(
         partial(_kills, variant="lc"),
         *(40, 1, kills.TRIAL_SECONDS, ("kills", "kills"), 100),

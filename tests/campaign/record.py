@@ -59,7 +59,8 @@ class Record:
         states = [{name: piece for (name, _), (_, piece) in v.items()} for v in (found, wanted)]
         if self._links == "lc":  # ``kills`` compares closer, once it knows what a link builds on
             return problems + lc_bound.beside_tables(states[0], states[1])
-        return problems + references.differences(states[0], states[1], None, linked=True)
+        log_state = self._links == "logdelta"
+        return problems + references.differences(states[0], states[1], None, True, log_state)
 
     def whole(self, step: int, life: int, ranks: int) -> State:
         """Join the pieces of all ranks; leave out the state of single ranks."""

@@ -7,8 +7,10 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from tests.distributed.states import State
+from torchrec_checknrun.delta.log_levels import codes_of, values_of
 from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.reader import read_indexes
 from torchrec_checknrun.root.checkpoints import read_manifest
@@ -16,6 +18,10 @@ from torchrec_checknrun.store.folder import Folder
 
 STEP = 2.0**-18
 """Of rows stored as differences; one without an update differs by far more."""
+
+
+LEVEL = 2.0**0.125 - 1
+"""Bounds the relative error of optimizer state on levels an eighth of an octave apart."""
 
 
 def store(path: Path, state: State) -> None:
@@ -41,9 +47,17 @@ def narrowest_bits(root: Path, checkpoint: str) -> int | None:
     return min(bits, default=None)
 
 
-def has_links(root: Path, checkpoint: str) -> bool:
-    """Tell whether a checkpoint's tables are stored as differences."""
-    return "deltas" in json.loads((root / checkpoint / "manifest.json").read_bytes())["manifest"]
+def links_of(root: Path, checkpoint: str) -> str:
+    """Return the method by which a checkpoint's tables are stored as differences; empty: none."""
+    manifest = json.loads((root / checkpoint / "manifest.json").read_bytes())["manifest"]
+    if "deltas" not in manifest:
+        return ""
+    tables = (manifest["tables"][name] for name in manifest["deltas"])
+    methods = {str(codec["name"]) for table in tables for codec in table["codecs"]}
+    if not methods:  # a link without rows
+        return links_of(root, manifest["parent"]["id"])
+    (method,) = methods
+    return method
 
 
 def has_log_state(root: Path, checkpoint: str) -> bool:
@@ -114,7 +128,8 @@ def differences(
                     f"{name}: rows {np.flatnonzero(worse.any(axis=1))} beyond {bits} bits"
                 )
         elif log_state and name.startswith("optimizer/") and name.endswith(".momentum1"):
-            worse = abs(a.astype(np.float64) - b) > 0.044 * abs(b)
+            levels = values_of(codes_of(torch.from_numpy(b))).numpy()
+            worse = (a != levels) | (abs(a.astype(np.float64) - b) > LEVEL * abs(b))
             if worse.any():
                 problems.append(f"{name}: rows {np.flatnonzero(worse)} differ by levels")
         elif a.tobytes() != b.tobytes():

@@ -34,8 +34,11 @@ class Life:
 
     Attributes:
         plan: seed of the sharding.
-        delta: rows are stored as differences, which is without ``bits``.
-        log_state: so is row-wise optimizer state, by logarithms.
+        links: the method that stores rows as differences, ``delta`` or ``lc``, which is without
+            ``bits``; empty: rows are whole.
+        log_state: with ``delta``, row-wise optimizer state is stored so, too, by logarithms.
+        lc_bits: the x of ``lc``.
+        as_before: store rows by the method of the life before.
         in_parts: so little staging memory that no snapshot fits.
         at_end: a checkpoint is due when they close.
     """
@@ -50,14 +53,30 @@ class Life:
     when_busy: str = "skip"
     max_failures: int = 0
     at_end: bool = False
-    delta: bool = False
+    links: str = ""
     log_state: bool = False
+    lc_bits: int = 2
+    as_before: bool = False
 
     def fitted(self) -> Life:
         """Return the life as its options allow it."""
-        if not self.delta:
-            return replace(self, log_state=False)
-        return replace(self, policy="consecutive", bits=None, background="thread")
+        log_state = self.log_state and self.links == "delta"
+        lc_bits = self.lc_bits if self.links == "lc" else 0
+        life = replace(self, log_state=log_state, lc_bits=lc_bits)
+        if not self.links:
+            return life
+        return replace(life, policy="consecutive", bits=None, background="thread")
+
+    def after(self, before: Life) -> Life:
+        """Return the life, with the method of the one before if it is to have that."""
+        if not self.as_before:
+            return self
+        return replace(self, links=before.links, log_state=before.log_state)
+
+    @property
+    def scheme(self) -> str:
+        """Name the method of the rows and of their optimizer state."""
+        return "logdelta" if self.log_state else self.links
 
 
 @dataclass(frozen=True)
@@ -123,7 +142,7 @@ class Begun:
     Attributes:
         held: on its way, and not let go yet.
         listed: whether it is or will be; None if that can't be known.
-        log_state: of the life that began it.
+        life: that began it.
         id: known once the sequence has run so far.
         digest: of the state that its first restore gave.
     """
@@ -133,7 +152,7 @@ class Begun:
     way: Way
     held: bool
     listed: bool | None
-    log_state: bool
+    life: Life
     id: str = ""
     digest: str = ""
 
@@ -205,6 +224,8 @@ class Reference:
     def __init__(self) -> None:
         self.begun: list[Begun] = []
         self.steps = 0
+        self._written = False
+        """Rows were written by hand since the last checkpoint began."""
 
     @property
     def listed(self) -> list[Begun]:
@@ -218,7 +239,7 @@ class Reference:
         self._last: Begun | None = None
         self.events: list[Event] = []
         self.only_logged = 0
-        self.steps = 0
+        self.steps, self._written = 0, False
 
     def fitted(self, way: Way) -> Way:
         """Return the way as it can happen in this life."""
@@ -245,9 +266,14 @@ class Reference:
             rank.error, rank.report, rank.told = False, None, []
         found = source or (self.listed[-1] if self.listed else None)
         if found is not None:
-            self._last, self.steps = found, found.step
+            self._last, self.steps, self._written = found, found.step, False
             self.events.append(Event("restored", found))
         return found
+
+    def evict(self) -> None:
+        """Write rows by hand."""
+        self.let_go()
+        self._written = True
 
     def step(self, due: Way | None = None) -> Call:
         """Train one step and call ``step``, at which a checkpoint may be due."""
@@ -283,8 +309,8 @@ class Reference:
         """Close the checkpointer."""
         self._settle_all()
         begun = None
-        has_unsaved_steps = self._last is None or self._last.step != self.steps
-        if self._life.at_end and self.steps > 0 and has_unsaved_steps:
+        unsaved = self._written or self._last is None or self._last.step != self.steps
+        if self._life.at_end and self.steps > 0 and unsaved:
             for rank in self._ranks:  # what failed before is part of this one
                 rank.error = False
             begun = self._begin(way)
@@ -313,8 +339,9 @@ class Reference:
             return None
         way = self.fitted(way)
         listed = way.fault is None or way.fault >= Point.COMMITTED
-        held, log_state = way.hold is not None, self._life.log_state
-        begun = Begun(len(self.begun), self.steps, way, held, listed, log_state)
+        held = way.hold is not None
+        begun = Begun(len(self.begun), self.steps, way, held, listed, self._life)
+        self._written = False
         self.begun.append(begun)
         self.events.append(Event("begun", begun))
         for rank in self._ranks:

@@ -26,8 +26,9 @@ def wrong_parents(
         name = event.checkpoint.id
         if event.what == "restored":
             history = _chain(name, manifests)
-            same_state = not rowwise or event.checkpoint.log_state == life.log_state
-            links.restored(name if same_state and "deltas" in manifests[name] else None)
+            before = event.checkpoint.life
+            same_state = not rowwise or before.log_state == life.log_state
+            links.restored(name if same_state and before.links == life.links else None)
         elif event.what == "committed":
             history = [*history, name] if manifests[name]["parent"] else [name]
             continue
@@ -54,13 +55,13 @@ class _References:
     """
 
     def __init__(self, life: Life) -> None:
-        self._delta = life.delta
+        self._links = bool(life.links)
         self._known: list[str | None] = [None] * life.world_size
         self._last: Begun | None = None
         self.base = False
 
     def restored(self, name: str | None) -> None:
-        known = name if self._delta else None
+        known = name if self._links else None
         self._known, self._last = [known] * len(self._known), None
 
     def begin(self, begun: Begun) -> str | None:
@@ -95,13 +96,15 @@ def _parent(
     """
     if not history or life.policy == "full":
         return None
-    if life.delta:
-        return linkable if linkable == history[-1] and not _exceeded(history, manifests) else None
-    if "deltas" in manifests[history[-1]]:
-        return None
     widths = [
         table["value_bits"] for name in history for table in manifests[name]["tables"].values()
     ]
+    if life.links:
+        rises = life.lc_bits > min(widths)
+        ends = rises or linkable != history[-1] or _exceeded(history, manifests)
+        return None if ends else linkable
+    if "deltas" in manifests[history[-1]]:
+        return None
     if (life.bits or 32) > min(widths):
         return None
     if life.policy == "intermittent" and begins_anew(_sizes(history[-1], manifests)):

@@ -25,6 +25,7 @@ Answers = list[dict[str, Any]]
 
 POLICIES = ["one_shot", "consecutive", "intermittent", "full"]
 WIDTHS = [None, 8, 4, 2]
+LINKS = ["delta", "lc"]
 LIVES = st.builds(
     Life,
     world_size=st.sampled_from([2, 2, 1]),
@@ -36,8 +37,10 @@ LIVES = st.builds(
     when_busy=st.sampled_from(["skip", "wait"]),
     max_failures=st.sampled_from([0, 0, 1, 2]),
     at_end=st.booleans(),
-    delta=st.sampled_from([False, False, False, True]),
+    links=st.sampled_from(["", "", "", "delta", "lc"]),
     log_state=st.booleans(),
+    lc_bits=st.sampled_from([2, 3, 4]),
+    as_before=st.sampled_from([True, True, False]),
 )
 POINTS = [*Point]
 WAYS = st.builds(
@@ -51,7 +54,12 @@ FREE = Way()
 STEPS = st.integers(1, 3)
 CHOICES = st.integers(0, 99)
 CASE_SECONDS = 240.0
+OF_LINKS = {
+    *("link", "link: delta", "link: logdelta", "link: lc", "evict"),
+    *(f"lc_bits: {bits}" for bits in (2, 3, 4)),
+}
 ALPHABET = {
+    *OF_LINKS,
     *("train", "save", "save in the background", "let go", "wait", "at the end"),
     *(f"fail: {point.name}" for point in Point),
     *("raised", "only logged", "skipped", "waited for", "in parts"),
@@ -61,8 +69,6 @@ ALPHABET = {
     *("more ranks", "fewer ranks", "width rises", "width falls", "differential", "full"),
     *(f"policy: {policy}" for policy in POLICIES),
     *(f"bits: {bits}" for bits in WIDTHS),
-    *("delta: True", "log_state: True"),
-    "link",
 }
 
 
@@ -87,6 +93,7 @@ class Run(RuleBasedStateMachine):
         backgrounds: who may write.
         seen: counts what has happened, except for the operations that end every run.
         sabotage: what is broken, see ``SABOTAGE``.
+        linked: every life stores rows as differences.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class Run(RuleBasedStateMachine):
         backgrounds: Sequence[str] = ("thread",),
         seen: Counter[str] | None = None,
         sabotage: str | None = None,
+        linked: bool = False,
     ) -> None:
         super().__init__()
         self.workers = workers
@@ -103,6 +111,7 @@ class Run(RuleBasedStateMachine):
         self.backgrounds = backgrounds
         self.seen = Counter() if seen is None else seen
         self.sabotage = sabotage
+        self.linked = linked
         self.model = Reference()
         self.folder = tempfile.TemporaryDirectory(prefix="sequence-")
         self.root = Path(self.folder.name) / "root"
@@ -151,6 +160,12 @@ class Run(RuleBasedStateMachine):
     def let_go(self) -> None:
         self.model.let_go()
         self._do("let_go", {})
+
+    @rule(which=CHOICES)
+    def evict(self, which: int) -> None:
+        """Overwrite rows by hand, after a save that is on its way."""
+        self.model.evict()
+        self._do("evict", {"which": which})
 
     @precondition(lambda self: self.model.pending)
     @rule()
@@ -207,8 +222,11 @@ class Run(RuleBasedStateMachine):
     def _born(self, life: Life, background: int, which: int | None) -> None:
         before = self.life
         chosen = self.backgrounds[background % len(self.backgrounds)]
+        life = life if before is None else life.after(before)
+        if self.linked and not life.links:
+            life = replace(life, links=LINKS[life.plan % len(LINKS)])
         life = self.life = replace(life, background=chosen).fitted()
-        choices = ("policy", "bits", "background", "staging", "when_busy", "delta", "log_state")
+        choices = ("policy", "bits", "background", "staging", "when_busy", "lc_bits")
         self.seen.update(f"{name}: {getattr(self.life, name)}" for name in choices)
         if before is not None:
             wider = (life.bits or 32) - (before.bits or 32)
@@ -350,7 +368,11 @@ class Run(RuleBasedStateMachine):
         assert not problems, problems
         for begun, seen in self.new:
             if begun.listed:
-                kind = manifests[begun.id]["kind"]
-                seen[kind] += 1
-                seen["link"] += kind == "differential" and "deltas" in manifests[begun.id]
+                manifest = manifests[begun.id]
+                seen[manifest["kind"]] += 1
+                if self.life.links == "lc":
+                    codecs = (c for t in manifest["tables"].values() for c in t["codecs"])
+                    assert {codec["bits"] for codec in codecs} <= {self.life.lc_bits}
+                if manifest["kind"] == "differential" and "deltas" in manifest:
+                    seen.update(["link", f"link: {self.life.scheme}"])
         self.seen["only logged"] += self.model.only_logged

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.distributed import references
+from tests.distributed import lc_plain, references
 from tests.distributed.gate import PATIENCE, Gate
 from tests.distributed.models import Job, ModelSpec
 from tests.distributed.sequence_model import Life, Way
@@ -50,7 +51,9 @@ SMALL_BUDGET = 3 * CHUNK_BYTES
 
 
 def quantization(life: Life) -> Quantization:
-    if life.delta:
+    if life.links == "lc":
+        return Quantization(life.lc_bits, "lc", exact_below_rows=0)
+    if life.links == "delta":
         scheme = "logdelta" if life.log_state else "fp32"
         return Quantization(
             method="delta", step=references.STEP, optimizer=scheme, exact_below_rows=0
@@ -135,6 +138,23 @@ class Living:
             self.gate.passage.let_go()
             self.gate.passage.wait_for_end()
         dist.barrier()
+        return {}
+
+    def evict(self, which: int) -> dict[str, Any]:
+        """Overwrite some rows by hand, and reset their optimizer state.
+
+        Args:
+            which: draws the rows, and their new values.
+        """
+        self.let_go()
+        self._wait_for_copies()
+        generator = torch.Generator().manual_seed(which)
+        for shard in self.saver._target.tracked.shards:
+            place = shard.rectangle
+            ids = torch.randperm(place.rows, generator=generator)[: -(-place.rows // 4)]
+            weight = torch.randn((len(ids), place.cols), generator=generator) / 100
+            states = {n: s[ids].detach() * 0 for n, s in shard.local.optimizer.items()}
+            shard.write_rows(ids + place.row_start, weight, states)
         return {}
 
     def wait(self) -> dict[str, Any]:
@@ -244,10 +264,14 @@ def compare(job: Job, root: str, copies: Path, name: str) -> dict[str, Any]:
     digest = hashlib.sha256()
     for key in sorted(state):
         digest.update(key.encode() + state[key].tobytes())
-    bits = references.narrowest_bits(Path(root), name)
-    linked = references.has_links(Path(root), name)
+    links, lost = references.links_of(Path(root), name), list[str]()
+    if links == "lc":
+        rows, lost = lc_plain.restored(Path(root), copies, name)
+        wanted |= rows
+    bits = None if links else references.narrowest_bits(Path(root), name)
+    linked = links == "delta"
     log_state = linked and references.has_log_state(Path(root), name)
-    problems = references.differences(state, wanted, bits, linked, log_state)
+    problems = lost + references.differences(state, wanted, bits, linked, log_state)
     return {"problems": problems, "digest": digest.hexdigest(), "step": job.steps}
 
 

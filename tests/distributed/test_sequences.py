@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -16,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.sequence_model import Life, Point, Way
-from tests.distributed.sequence_run import ALPHABET, FREE, Run, Workers
+from tests.distributed.sequence_run import ALPHABET, FREE, OF_LINKS, Run, Workers
 from tests.distributed.sequence_sabotage import DECIDES_WRONGLY, LOSES_PROTECTION, LOSES_ROWS
 from tests.distributed.worker_pool import CaseFailed
 from tests.examples import ALL, some_of
@@ -37,18 +38,20 @@ def check_sequences(
     start: int,
     ends: Sequence[str] = ("abandon", "close"),
     backgrounds: Sequence[str] = ("thread",),
+    linked: bool = False,
 ) -> Counter[str]:
     """Run sequences; count what has happened in them.
 
     Args:
         start: where Hypothesis begins: the same sequences every time.
+        linked: every life stores rows as differences.
     """
     seen: Counter[str] = Counter()
 
     @seed(start)
     class OneOfMany(Run):
         def __init__(self) -> None:
-            super().__init__(workers, ends, backgrounds, seen)
+            super().__init__(workers, ends, backgrounds, seen, linked=linked)
 
     run_state_machine_as_test(OneOfMany, settings=settings(quick, max_examples=many))
     print(dict(sorted(seen.items())))
@@ -57,7 +60,7 @@ def check_sequences(
 
 @pytest.mark.timeout(900)
 def test_nothing_is_lost(workers: Workers) -> None:
-    seen = check_sequences(workers, *((14, 77) if ALL else (4, 1)))
+    seen = check_sequences(workers, *((14, 102) if ALL else (4, 30)))
     share = 1 if ALL else 1 / 8
     # Neither kind is rare; lives that don't restore begin with a full one.
     assert seen["differential"] > 40 * share
@@ -78,6 +81,21 @@ def test_nothing_is_lost_long(workers: Workers) -> None:
     alphabet = ALPHABET | {"background: process", "end: kill", "end: kill later"}
     assert {what for what in alphabet if not seen[what]} == set()
     assert min(seen["differential"], seen["full"]) > 30
+
+
+@pytest.mark.timeout(900)
+def test_no_link_is_lost(workers: Workers) -> None:
+    seen = check_sequences(workers, *((12, 3) if ALL else (2, 39)), linked=True)
+    assert seen["link"] > (30 if ALL else 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_no_link_is_lost_long(workers: Workers) -> None:
+    ends = (*("abandon", "close") * 4, "kill", "kill later")
+    seen = check_sequences(workers, 80, 7, ends, linked=True)
+    assert {what for what in OF_LINKS | {"end: kill"} if not seen[what]} == set()
+    assert min(seen["link: delta"], seen["link: logdelta"], seen["link: lc"]) > 20
 
 
 def go_through(run: Run) -> None:
@@ -102,39 +120,51 @@ def test_a_lost_row_is_found(workers: Workers, sabotage: str) -> None:
         go_through(Run(workers, sabotage=sabotage))
 
 
-def link(run: Run) -> None:
+SCHEMES: dict[str, dict[str, Any]] = {
+    "delta": {"links": "delta"},
+    "logdelta": {"links": "delta", "log_state": True},
+    "lc": {"links": "lc", "lc_bits": 3},
+}
+"""By method: a life's choices."""
+
+
+def link(run: Run, method: str = "logdelta") -> None:
     """Run a short sequence of links: with failures, told to one rank only, on other ranks."""
-    run.begin_run(11, Life(delta=True, log_state=True, staging="copy"), background=0)
+    scheme = SCHEMES[method]
+    run.begin_run(11, Life(**scheme, staging="copy"), background=0)
     run.spec = ModelSpec((CollectionSpec("c", (TableSpec("t", 300, 8, ("f0", "f1")),)),))
     run.save(2, FREE)
     run.save(2, Way(fault=Point.FILE, fault_rank=1))
     run.save_in_the_background(1, Way(Point.FILE), meanwhile=2)
-    run.restart(1, FREE, Life(1, delta=True, log_state=True), background=0, newest=True, which=0)
+    run.restart(1, FREE, Life(1, **scheme), background=0, newest=True, which=0)
+    run.evict(3)
     run.save(1, FREE)
     run.save(1, Way(fault=Point.COMMITTED))
-    run.restart(1, FREE, Life(delta=True, log_state=True), background=0, newest=True, which=0)
+    run.restart(1, FREE, Life(**scheme), background=0, newest=True, which=0)
     run.save(1, Way(fault=Point.HEARD, fault_rank=1))
     run.save(1, FREE)
     run.save(1, FREE)
-    for log_state in (False, True):  # another scheme begins with a base
-        life = Life(delta=True, log_state=log_state)
+    for other in ("lc" if method == "delta" else "delta", method):
+        life = Life(**SCHEMES[other])  # another scheme begins with a base
         run.restart(1, FREE, life, background=0, newest=True, which=0)
         run.save(1, FREE)
         run.save(1, FREE)
     run.teardown()
 
 
-def test_links(workers: Workers) -> None:
+@pytest.mark.parametrize("method", some_of(SCHEMES, 1, 2))
+def test_links(workers: Workers, method: str) -> None:
     run = Run(workers)
-    link(run)
+    link(run, method)
     assert run.seen["link"] >= 3
 
 
 # A link holds the rows modified since the last checkpoint: marks since the baseline don't count.
+@pytest.mark.parametrize("method", some_of(SCHEMES, 1, 2))
 @pytest.mark.parametrize("sabotage", sorted({*LOSES_ROWS} - {"marks since the baseline are lost"}))
-def test_a_row_that_links_lose_is_found(workers: Workers, sabotage: str) -> None:
+def test_a_row_that_links_lose_is_found(workers: Workers, sabotage: str, method: str) -> None:
     with pytest.raises(AssertionError, match=r"rows .* differ"):
-        link(Run(workers, sabotage=sabotage))
+        link(Run(workers, sabotage=sabotage), method)
 
 
 def overwrite(run: Run) -> None:

@@ -119,11 +119,14 @@ def parent_among(child: Manifest, known: Mapping[str, Manifest]) -> Manifest | N
 
 
 def copy_among(child: Manifest, known: Iterable[Manifest]) -> Manifest | None:
-    """Find a compacted copy that stands in for a checkpoint's parent."""
+    """Find the compacted copy that stands in for a checkpoint's parent: of several the one with the
+    highest id, so that nobody deletes what another one reads.
+    """
     if not child.deltas:
         return None
     copies = (one for one in known if _stands_in(child, one))
-    return next((copy for copy in copies if incompatibility(child, copy) is None), None)
+    fitting = (copy for copy in copies if incompatibility(child, copy) is None)
+    return max(fitting, key=lambda copy: copy.id, default=None)
 
 
 def _stands_in(child: Manifest, copy: Manifest) -> bool:
@@ -230,12 +233,12 @@ def resolve(root: Folder, name: str) -> Chain:
 
 
 def _find_copy(root: Folder, names: Callable[[], list[str]], child: Manifest) -> Manifest | None:
-    """Find a whole compacted copy that stands in for a checkpoint's parent."""
+    """Find a whole compacted copy that stands in for a checkpoint's parent; see ``copy_among``."""
     assert child.parent is not None
     lost = parse_id(child.parent.id)
     if lost is None or not child.deltas:
         return None
-    for name, id in parse_ids(names()).items():
+    for name, id in parse_ids(sorted(names(), reverse=True)).items():
         if id.is_copy and id.sequence == lost.sequence:
             with suppress(CheckNRunError):
                 copy = read_manifest(root, name)

@@ -16,6 +16,7 @@ from torchrec_checknrun.format.manifest import (
     TableDigests,
     TableTotals,
 )
+from torchrec_checknrun.format.names import checkpoint_id
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.root.prune import prune
@@ -51,8 +52,10 @@ def links(kinds: str) -> list[Manifest]:
     return made
 
 
-def copy_of(head: Manifest, after: str | None = None) -> Manifest:
-    return linked(compacted(head), None, after or head.deltas[TABLE].after)
+def copy_of(head: Manifest, after: str | None = None, attempt: str = "f" * 8) -> Manifest:
+    copy = compacted(head)
+    id = checkpoint_id(head.sequence, head.step, attempt)
+    return linked(replace(copy, id=id), None, after or head.deltas[TABLE].after)
 
 
 def root_of(manifests: list[Manifest]) -> Folder:
@@ -110,23 +113,38 @@ def test_a_copy_stands_in_for_a_whole_link_without_a_baseline() -> None:
     assert chains(root, [third.id]) == {third.id: (copy.id, third.id)}
 
 
+def test_all_take_the_same_of_two_copies() -> None:
+    """A run and the program may both have compacted the same chain."""
+    base, second, third, fourth = links("Flll")
+    copies = [copy_of(second, attempt=attempt) for attempt in ("c0000000", "c1111111")]
+    root = root_of([base, *copies, third, fourth])
+    before = chains(root, [fourth.id])
+    assert {one.id: one.chain for one in inventory(root).checkpoints}[fourth.id] == before[
+        fourth.id
+    ]
+    prune(root, Retention(1))
+    assert chains(root, [fourth.id]) == before
+
+
 @settings(max_examples=examples(300, quick=20), deadline=None)
 @given(
     kinds=st.text("Flll", min_size=1, max_size=8),
-    copied=st.sets(st.integers(0, 7)),
+    copied=st.lists(st.integers(0, 7), max_size=8),
     wrong=st.sets(st.integers(0, 7), max_size=1),
     lost=st.sets(st.integers(0, 7)),
     keep=st.integers(1, 3),
 )
 def test_listing_restore_and_pruning_agree(
-    kinds: str, copied: set[int], wrong: set[int], lost: set[int], keep: int
+    kinds: str, copied: list[int], wrong: set[int], lost: set[int], keep: int
 ) -> None:
     made = links("F" + kinds)
-    copies = {
-        n: copy_of(made[n], word(99) if n in wrong else None) for n in copied if n < len(made)
-    }
+    copies = [
+        copy_of(made[n], word(99) if n in wrong else None, f"8{number:07x}")
+        for number, n in enumerate(copied)
+        if n < len(made)
+    ]
     there = [m for n, m in enumerate(made) if n not in lost or n == len(made) - 1]
-    there += copies.values()
+    there += copies
     root = root_of(there)
     ids = [manifest.id for manifest in there]
     readable = chains(root, ids)
