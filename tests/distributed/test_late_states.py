@@ -22,7 +22,7 @@ from tests.distributed.dense_jobs import (
 )
 from tests.distributed.layouts import LayoutJob
 from tests.distributed.worker_pool import WorkerPool
-from torchrec_checknrun.dense.late_states import LateStates
+from torchrec_checknrun.dense.first_state import LateStates
 from torchrec_checknrun.values.state import encode_state
 
 Workers = Callable[[int], WorkerPool]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_checknrun.dense.late_states import LateStates
+from torchrec_checknrun.dense.first_state import LateStates
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.references import tensors_of
