@@ -69,10 +69,11 @@ def accuracy(name: str) -> list[str]:
     [
         ("quantization_and_accuracy.md", accuracy("accuracy.json")),
         ("quantization_and_accuracy.md", accuracy("accuracy_loss.json")),
+        ("quantization_and_accuracy.md", accuracy("accuracy_state.json")),
         ("papers.md", overall()),
         ("papers.md", lc()),
     ],
-    ids=["accuracy", "by the loss", "overall", "lc"],
+    ids=["accuracy", "by the loss", "state", "overall", "lc"],
 )
 def test_the_table_is_the_results(name: str, lines: list[str]) -> None:
     assert len(lines) >= 4
