@@ -135,7 +135,8 @@ def _commit(
     into = folder / new_id(chain.head.sequence, chain.head.step, compacted=True)
     into.create()
     into.sync()
-    lease = Lease(into)  # a run that prunes meanwhile sees that this directory is no leftover
+    # A run that prunes meanwhile sees that this directory is no leftover.
+    lease = Lease(into, remakes=False)
     lease.acquire(lambda _: ())
     try:
         files = list(write_files(into, chunks, file_bytes))

@@ -51,6 +51,8 @@ class Lease:
 
     Args:
         seconds: how long the claim lasts after its last renewal.
+        remakes: make the root again where it was deleted or moved meanwhile. A checkpoint's own
+            directory must stay deleted: what is left of it would look like one more checkpoint.
     """
 
     _held: ClassVar[list[Lease]] = []
@@ -58,8 +60,11 @@ class Lease:
     needs.
     """
 
-    def __init__(self, root: Folder, seconds: float = LEASE_SECONDS) -> None:
+    def __init__(
+        self, root: Folder, seconds: float = LEASE_SECONDS, *, remakes: bool = True
+    ) -> None:
         self._root = root
+        self._remakes = remakes
         self._folder = root / FOLDER
         self._seconds = seconds
         self._claim: Claim | None = None
@@ -338,7 +343,7 @@ class Lease:
         self._claim = replace(self.claim, renewals=renewals, idle=round(idle, 3))
         try:
             gone = self._folder.size(self.claim.name) is None
-            if gone:  # perhaps with its folder, or the whole root
+            if gone and self._remakes:  # perhaps with its folder, or the whole root
                 self._make_folder()
             self._record(replace(self.claim, uses=uses), new=gone)
         except FileExistsError:
