@@ -24,7 +24,7 @@ BUDGETS = (3, 4, 8)
 """Fixed widths whose bytes importance-weighted rows may take; 2 bit leave no choice."""
 STEPS = (2, 3, 4)
 """Bits of a value that a full checkpoint takes with rows' own steps, from which links start."""
-LOSSES = (1e-4, 3e-5, 1e-5)
+LOSSES = (1e-4, 3e-5, 2e-5, 1e-5)
 """Relative changes of the loss that a restore may cost, by which links choose their steps."""
 MARGIN = 0.99
 """Part of those bytes to use: the rows of later checkpoints are unknown when the budget is chosen.
