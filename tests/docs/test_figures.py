@@ -70,10 +70,12 @@ def accuracy(name: str) -> list[str]:
         ("quantization_and_accuracy.md", accuracy("accuracy.json")),
         ("quantization_and_accuracy.md", accuracy("accuracy_loss.json")),
         ("quantization_and_accuracy.md", accuracy("accuracy_state.json")),
+        ("quantization_and_accuracy.md", accuracy("accuracy_finely.json")),
+        ("quantization_and_accuracy.md", accuracy("accuracy_logdelta.json")),
         ("papers.md", overall()),
         ("papers.md", lc()),
     ],
-    ids=["accuracy", "by the loss", "state", "overall", "lc"],
+    ids=["accuracy", "by the loss", "state", "finely", "logdelta", "overall", "lc"],
 )
 def test_the_table_is_the_results(name: str, lines: list[str]) -> None:
     assert len(lines) >= 4
