@@ -37,18 +37,25 @@ def has_extension() -> bool:
     """Load the compiled kernel and tell whether it can be used; warn once if not, and say how to
     build the kernel.
     """
-    reason = "is missing"
+    problem = extension_problem()
+    if problem:
+        logger.warning(
+            "the compiled kernel %s: NumPy quantizes rows, which is several times slower. Build "
+            "the kernel with g++: %s",
+            problem,
+            build_command(),
+        )
+    return not problem
+
+
+def extension_problem() -> str:
+    """Load the compiled kernel; return why that can't be done, empty if it can."""
+    problem = "is missing"
     for library in sorted(Path(__file__).parent.glob("_C*.so")):
-        reason = _load(library)
-        if not reason:
-            return True
-    logger.warning(
-        "the compiled kernel %s: NumPy quantizes rows, which is several times slower. Build the "
-        "kernel with g++: %s",
-        reason,
-        build_command(),
-    )
-    return False
+        problem = _load(library)
+        if not problem:
+            break
+    return problem
 
 
 def _load(library: Path) -> str:

@@ -178,14 +178,33 @@ def local_bytes(tensor: torch.Tensor) -> int:
     return int(local.nbytes)
 
 
+def laid_out_as(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Lay out values in the order in memory that ``empty_like`` of another tensor has.
+
+    Returns:
+        The tensor itself if its order is that one, or if the two differ in shape or are not plain.
+    """
+    plain = type(values) is torch.Tensor and type(other) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or values.shape != other.shape or values.dim() < 2:
+        return values
+    if values.layout != torch.strided or other.layout != torch.strided:
+        return values
+    if values.stride() == torch.empty_like(other, device="meta").stride():
+        return values
+    laid = torch.empty_like(other, dtype=values.dtype, device=values.device, requires_grad=False)
+    return laid.copy_(values.detach())
+
+
 def zeros_placed_as(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Make zeros of a tensor's shape and dtype; for a DTensor, one with the same placements.
+    """Make zeros of a tensor's shape, dtype and order in memory; for a DTensor, one with the same
+    placements.
 
     Args:
         device: the zeros' device; on the meta device they have no data.
     """
     if not isinstance(tensor, DTensor):
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        return laid_out_as(zeros, tensor)
     with torch.no_grad():
         local = torch.zeros_like(tensor.to_local(), device=device)
     return DTensor.from_local(

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.dense.tree import HOOKS, Parameters, inner_optimizers, parameters_of
-from torchrec_checknrun.placements import zeros_placed_as
+from torchrec_checknrun.placements import laid_out_as, zeros_placed_as
 from torchrec_checknrun.values.state import Tree, tree_items, tree_values
 
 _DEVICE_STEP = ("capturable", "fused")
@@ -149,11 +149,13 @@ def _zeros(value: Any, device: torch.device, on_device: bool) -> Any:
     return 0 if type(value) is int else tree_map_only(torch.Tensor, zeros, value)
 
 
-def to_device(device: torch.device, value: Any) -> Any:
-    """Move the tensors of a parameter's state to a device, except for 0-d counters."""
+def placed_with(parameter: torch.Tensor, value: Any) -> Any:
+    """Move the tensors of a parameter's state, except for 0-d counters, to its device, and those of
+    its shape into its order in memory.
+    """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device) if tensor.dim() else tensor
+        return laid_out_as(tensor.to(parameter.device), parameter) if tensor.dim() else tensor
 
     return tree_map_only(torch.Tensor, move, value)
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.dense.checks import check_groups, check_wrappers
-from torchrec_checknrun.dense.first_state import first_state, to_device
+from torchrec_checknrun.dense.first_state import first_state, placed_with
 from torchrec_checknrun.dense.optimizers import row_states
 from torchrec_checknrun.dense.param_groups import (
     GROUPS,
@@ -235,7 +235,7 @@ class DenseOptimizer:
         if parameter.state is None and (wanted or (strict and not was_late)):
             made = _first_state(parameter)
             if made is None and wanted and saved is not None:
-                made = to_device(parameter.parameter.device, empty_state(saved))
+                made = placed_with(parameter.parameter, empty_state(saved))
             if made:
                 self._set(parameter, made)
         elif parameter.state is not None and was_late and not wanted:

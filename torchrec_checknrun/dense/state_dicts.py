@@ -22,7 +22,9 @@ from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from torchrec_checknrun.dense.tree import WEIGHT, Node, names_table
+from torchrec_checknrun.dense.optimizers import torch_optimizers
+from torchrec_checknrun.dense.tree import WEIGHT, Node, inner_optimizers, names_table
+from torchrec_checknrun.placements import laid_out_as
 from torchrec_checknrun.values.state import SHARDED
 
 
@@ -79,6 +81,22 @@ def _is_of_tables(prefix: str, part: KeyedOptimizer, tables: Collection[str]) ->
 
 def _key(name: str, prefix: str) -> str:
     return CombinedOptimizer.prepend_opt_key(name, prefix)
+
+
+def lay_out(holder: object) -> None:
+    """Lay out the state of the optimizers that an object is or holds, and has just loaded, in the
+    order in memory of its parameters, as their first step would.
+
+    Fused kernels walk through the memory of a parameter and its state side by side.
+    """
+    held = [holder] if isinstance(holder, Optimizer) else inner_optimizers(holder).values()
+    for optimizer in torch_optimizers(held):
+        for parameter, state in optimizer.state.items():
+            if not isinstance(state, dict) or not isinstance(parameter, torch.Tensor):
+                continue
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = laid_out_as(value, parameter)
 
 
 @contextmanager

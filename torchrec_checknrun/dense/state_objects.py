@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.placements import laid_out_as
 from torchrec_checknrun.values.state import Tree, never, tree_items
 
 Covered = Callable[[object], bool]
@@ -139,13 +140,13 @@ class StateObjects:
 def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table: Covered) -> Any:
     """Return the saved content with the live leaves that were restored in place.
 
-    Dicts keep the live ones' types, tensors the live ones' devices.
+    Dicts keep the live ones' types, tensors the live ones' devices and order in memory.
     """
     if kept(current, saved):
         return current
     if isinstance(saved, Tensor):
         if isinstance(current, Tensor) and not covered(current):
-            return saved.to(current.device)
+            return laid_out_as(saved.to(current.device), current)
         return saved
     if not isinstance(saved, dict):
         if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):

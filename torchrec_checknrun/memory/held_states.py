@@ -87,6 +87,10 @@ class Taker:
         Raises:
             UnsupportedState, SaveFailed: a state can't be stored.
         """
+        return [*self._beside_generators(), *section({_GENERATORS: generators_state()})]
+
+    def _beside_generators(self) -> list[Piece]:
+        """Return the pieces of all but the random number generators' state, which comes last."""
         pieces = [*self._content.pieces()]
         asked = []
         for name, content in self._kept.items():
@@ -101,7 +105,6 @@ class Taker:
                 for table in replicas(self._tracked)
             },
             _PROGRESS: msgspec.msgpack.encode(_packed(self._tracked.progress())),
-            _GENERATORS: generators_state(),
             **_of_collisions(self._tracked.collisions.state()),
         }
         return [*pieces, *section(of_run)]
@@ -121,10 +124,15 @@ class Taker:
         found = self._asked([name])
         return found[STATES][name]
 
-    def is_model(self, content: memoryview) -> bool:
-        """Tell whether what ``take`` has returned begins with the model as it is now."""
+    def is_present(self, content: memoryview) -> bool:
+        """Tell whether what ``take`` has returned is the state as it is now, generators aside: an
+        evaluation draws from these, too.
+
+        Raises:
+            UnsupportedState, SaveFailed: a state can't be stored.
+        """
         at = 0
-        for piece in self._content.pieces():
+        for piece in self._beside_generators():
             held, now = (np.frombuffer(b, np.uint8) for b in (content[at : at + len(piece)], piece))
             if not np.array_equal(held, now):
                 return False

@@ -308,8 +308,8 @@ class RankImage:
         except NoImage as error:
             self.give_up(str(error))
             return
-        if self._journal.is_open or not self._is_model_at(done):
-            self._journal.missed("a checkpoint is saved in the middle of a step")
+        if self._journal.is_open or not self._is_at(done):
+            self._journal.pass_by("a checkpoint holds what was changed since a step's end")
 
     def cut(self, id: str, full: bool) -> None:
         """Note a checkpoint whose marks are about to be cut."""
@@ -360,11 +360,11 @@ class RankImage:
 
     # ------------------------------------------------------------------
 
-    def _is_model_at(self, step: int) -> bool:
-        """Tell whether the model's dense part is as at the end of a step."""
+    def _is_at(self, step: int) -> bool:
+        """Tell whether everything beside the tables in the image is as at the end of a step."""
         try:
-            return self._taker.is_model(self.state_bytes(step))
-        except NoImage:
+            return self._taker.is_present(self.state_bytes(step))
+        except (NoImage, CheckNRunError):
             return False
 
     def give_up(self, why: str) -> None:

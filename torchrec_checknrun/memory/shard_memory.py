@@ -19,7 +19,7 @@ from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.model.tracked_shard import TrackedShard
-from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.native import build_command, extension_problem, has_extension
 from torchrec_checknrun.shared_memory.areas import Areas
 
 
@@ -137,4 +137,7 @@ def _require_supported(tracked: TrackedModel, shards: list[TrackedShard]) -> Non
                     "survive=HostCopies() keeps the newest checkpoint in this machine's memory"
                 )
     if not has_extension():
-        raise ImagesRefused("survive=Images() needs the compiled extension, which is missing")
+        raise ImagesRefused(
+            f"survive=Images() needs the compiled kernel, which {extension_problem()}. Build the "
+            f"kernel with g++: {build_command()}"
+        )

@@ -24,6 +24,7 @@ from torchrec_checknrun.dense.first_state import LateStates
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.references import tensors_of
+from torchrec_checknrun.dense.state_dicts import lay_out
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.model.dense_model import DensePart
 from torchrec_checknrun.model.tracked import TrackedModel
@@ -57,6 +58,7 @@ class DenseStates:
         self._holders: dict[str, Any] = {n: s for n, s in states.items() if not _is_known(s)}
         self._fitted: dict[str, NestedOptimizer] = {}
         self._late: list[LateStates] = []
+        self._loading: list[object] = []
 
     def __contains__(self, name: object) -> bool:
         return name in self._states
@@ -119,6 +121,7 @@ class DenseStates:
         )
         fitted = {n: o.fit(trees[n], n, tables, strict) for n, o in self._fitted.items()}
         for name in self._holders.keys() & trees.keys():
+            self._loading.append(self._holders[name])
             self._late.append(LateStates(self._holders[name], self._names(), self._sharded()))
             if self._late[-1].make(trees[name]):
                 fitted[name] = self._holders[name].state_dict()
@@ -132,12 +135,15 @@ class DenseStates:
             self._states[name].load_state_dict(content)
 
     def finish(self) -> None:
-        """Write wrappers' values, rates and other group options into the live optimizers.
+        """Write wrappers' values, rates and other group options into the live optimizers, and lay
+        out the state that others have loaded.
 
         Call it after all state objects were loaded: some set rates when loaded.
         """
         for name, optimizer in self._fitted.items():
             optimizer.finish(name)
+        for holder in self._loading:
+            lay_out(holder)
 
     @contextmanager
     def fitted(self, undo: bool = False) -> Iterator[None]:
@@ -156,7 +162,7 @@ class DenseStates:
             late.undo()
         for optimizer in self._fitted.values():
             optimizer.undo()
-        self._fitted, self._late = {}, []
+        self._fitted, self._late, self._loading = {}, [], []
 
     def _optimizers(
         self, which: Collection[str], elsewhere: Iterable[object], resized: bool = False

@@ -143,8 +143,8 @@ def _read(root: Folder, ids: Sequence[str]) -> _Content:
         content.files[id] = {}
         try:
             files = content.files[id] = (root / id).sizes()
-            # Links aren't among the files; reading one raises a precise error.
-            if MANIFEST_NAME not in files and not (root / id).is_link(MANIFEST_NAME):
+            # Links and pipes aren't among the files; reading one raises a precise error.
+            if MANIFEST_NAME not in files and MANIFEST_NAME not in (root / id).names():
                 continue
             content.manifests[id] = read_manifest(root, id)
         except (CheckNRunError, StorageFailed) as error:

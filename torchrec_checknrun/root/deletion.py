@@ -150,12 +150,21 @@ def delete_checkpoint(folder: Folder) -> list[str]:
 
 
 def _is_leftover(root: Folder, name: str) -> bool:
-    if root.is_link(name) or root.size(name) is not None:
+    """Tell whether a directory is a leftover.
+
+    Raises:
+        CorruptCheckpoint: the manifest is no plain file: rank files may be all that is left of the
+            checkpoint.
+    """
+    if root.is_special(name) or root.size(name) is not None:
         return False  # a file of that name is not this package's
     folder = root / name
-    if folder.is_link(MANIFEST_NAME) or folder.size(MANIFEST_NAME) is not None:
+    names = folder.names()
+    if MANIFEST_NAME in names:
+        if folder.size(MANIFEST_NAME) is None:
+            folder.read(MANIFEST_NAME)  # says what is wrong
         return False
-    if PINNED in folder.names():
+    if PINNED in names:
         return False  # somebody keeps it, although its manifest is gone
     return is_abandoned(folder)  # a compaction has a claim of its own, not an epoch of the root
 

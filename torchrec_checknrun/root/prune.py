@@ -204,9 +204,14 @@ def _decide(
         verdict = judge(found, retention, pinned, used, damaged, others, listing.ids)
         if by_person:
             _require_counting(root, [m for m in found if m.id not in damaged], others)
-            needed = with_parents(known, {*verdict.keep, *(m.id for m in found)})
+            stay = {*verdict.keep, *(m.id for m in found if m.id not in verdict.delete)}
+            needed = with_parents(known, stay)
             ignored = {m.id: "of a replaced writer" for m in others if m.id not in needed}
-            verdict = Verdict(verdict.keep, {**ignored, **verdict.delete})
+            delete = {**ignored, **verdict.delete}
+            if any(m.parent is not None and m.parent.id in ignored for m in found):
+                # Some build on others: children, whose numbers are higher, go first.
+                delete = dict(sorted(delete.items(), key=lambda it: -known[it[0]].sequence))
+            verdict = Verdict(verdict.keep, delete)
     return _Plan(verdict, {m.id: m for m in [*found, *others]}, temporary)
 
 

@@ -50,6 +50,10 @@ class DriverStore:
         """Return False: only disks have links."""
         return False
 
+    def is_special(self, name: str) -> bool:
+        """Return False: only disks have pipes, sockets and devices."""
+        return False
+
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None where there is none."""
         self._fs.invalidate_cache()

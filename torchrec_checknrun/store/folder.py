@@ -133,6 +133,12 @@ class Folder:
             lambda: self._store.is_link(name), f"looking at {self}/{name}"
         )
 
+    def is_special(self, name: str) -> bool:
+        """Tell whether an entry is neither a file nor a directory: a link, a pipe, a device."""
+        return self._local and self._do(
+            lambda: self._store.is_special(name), f"looking at {self}/{name}"
+        )
+
     def names(self) -> list[str]:
         """Return the names of the folder's entries, sorted; none where there is no folder."""
         return sorted(self._do(self._store.list, f"listing {self}"))

@@ -79,6 +79,13 @@ class LocalStore:
         status = self._status(name)
         return status is not None and stat.S_ISLNK(status.st_mode)
 
+    def is_special(self, name: str) -> bool:
+        """Tell whether an entry is neither a plain file nor a directory."""
+        status = self._status(name)
+        return status is not None and not (
+            stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+        )
+
     def size(self, name: str) -> int | None:
         """Return the bytes of a plain file; None where there is none."""
         status = self._status(name)

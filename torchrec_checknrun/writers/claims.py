@@ -297,9 +297,9 @@ def _read_claims(root: Folder, every: bool) -> Claims:
     folder = root / FOLDER
     names = folder.names()
     numbers = epochs(names)
-    if not numbers and root.size(FOLDER) is not None:
+    if not numbers and (root.size(FOLDER) is not None or root.is_special(FOLDER)):
         raise CorruptCheckpoint(
-            f"{root}/{FOLDER} is a file, where the directory of claims should be: put the "
+            f"{root}/{FOLDER} is no directory, where the directory of claims should be: put the "
             "directory back, or remove the file and run `checknrun repair`"
         )
     for epoch in reversed(numbers):

@@ -71,6 +71,21 @@ def test_first_state_is_that_of_a_step(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(weight.grad, torch.ones_like(weight))
 
 
+@pytest.mark.parametrize("name", sorted(LATE))
+def test_first_state_has_the_layout_of_a_steps(name: str) -> None:
+    """Fused kernels walk through memory: parameter and state must lie in one order."""
+    weight, twin = (nn.Parameter(torch.zeros(4, 3).t()) for _ in range(2))
+    optimizer, stepping = LATE[name]([weight]), LATE[name]([twin])
+    made = first_state(optimizer, optimizer.param_groups[0], weight)
+    twin.grad = torch.ones_like(twin)
+    stepping.step()
+    assert made is not None
+    wanted = stepping.state.get(twin, {})
+    assert {k: v.stride() for k, v in made.items() if torch.is_tensor(v)} == {
+        k: v.stride() for k, v in wanted.items() if torch.is_tensor(v)
+    }
+
+
 @pytest.mark.parametrize("make", [RowWiseAdagrad, optim.LBFGS, optim.SparseAdam])
 def test_some_can_not_be_asked(make: Factory) -> None:
     weight = parameter()

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.distributed.models import Job
 from tests.distributed.states import gather
 from tests.unit.run.jobs import checkpointer, make_job, train
 from tests.unit.run.lives import Lives, by_images, differences, image_of, undisturbed
-from torchrec_checknrun import Checkpointer, HostCopies, Images
+from torchrec_checknrun import Checkpointer, HostCopies, Images, native
 from torchrec_checknrun.errors import ImagesRefused, ModelPartlyRestored
+from torchrec_checknrun.memory import shard_memory
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.shard_memory import ShardMemory
 from torchrec_checknrun.memory.step_journal import StepJournal
+from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
 from torchrec_checknrun.shared_memory.header import HEAD_BYTES
@@ -197,6 +200,23 @@ def test_what_can_t_have_images_is_refused(tmp_path: Path) -> None:
     for wrong in ({"folder": "shm"}, {"most_bytes": 0}, {"keep_hours": -1}):
         with pytest.raises(ValueError, match="survive: "):
             HostCopies(**wrong)
+
+
+def test_without_a_kernel_the_reason_and_the_command_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tell a library that other sources have outlived from none."""
+    tracked = TrackedModel(nn.Module())
+    package = tmp_path / "torchrec_checknrun"
+    (package / "csrc").mkdir(parents=True)
+    (tmp_path / "setup.py").touch()
+    monkeypatch.setattr(native, "__file__", str(package / "native.py"))
+    monkeypatch.setattr(shard_memory, "has_extension", lambda: False)
+    for reason in ("is missing", "was built of other sources than those beside it"):
+        with pytest.raises(ImagesRefused, match=rf"kernel.* {reason}.*setup\.py build_ext"):
+            ShardMemory(tracked)
+        library = package / "_C.abi3.so"
+        library.write_text(f"checknrun: built for torch {torch.__version__};")
 
 
 def test_two_at_once_in_one_root_are_refused(lives: Lives, tmp_path: Path) -> None:

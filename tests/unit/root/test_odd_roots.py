@@ -295,7 +295,7 @@ def test_an_older_one_is_not_the_newest_while_others_cannot_be_read(
 def test_a_file_in_the_place_of_the_claims(root: Folder) -> None:
     three(root)
     root.put(FOLDER, b"")
-    with pytest.raises(CorruptCheckpoint, match="writers is a file, where the directory of claims"):
+    with pytest.raises(CorruptCheckpoint, match="writers is no directory, where the directory of"):
         newest(root)
     (problem,) = (one for one in verify(root.url) if one.problems)
     assert problem.id == FOLDER

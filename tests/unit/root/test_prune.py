@@ -260,6 +260,31 @@ def test_what_a_replaced_writer_has_committed(root: Folder) -> None:
     lease.release()
 
 
+def test_a_replaced_writer_s_checkpoint_goes_with_what_builds_on_it(
+    root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delete children before parents where a merge of two copies of a root has mixed writers."""
+    first = write(root, ROWS, part())
+    second = write(root, ROWS, part(3), first)
+    lease = Lease(root)
+    lease.acquire(lambda _: [first.id])
+    third = write(root, ROWS, part(3), second, epoch=lease.claim.epoch)
+    newest = write_full(root, third, epoch=lease.claim.epoch)
+    lease.release()
+    gone: list[str] = []
+    real = Folder.delete
+
+    def delete(folder: Folder, name: str) -> None:
+        if name == MANIFEST_NAME:
+            gone.append(folder.name)
+        real(folder, name)
+
+    monkeypatch.setattr(Folder, "delete", delete)
+    prune(root, Retention(1))
+    assert gone == [third.id, second.id, first.id]
+    assert committed(root) == [newest.id]
+
+
 def test_a_replaced_writer_s_checkpoint_counts_once_it_was_restored(root: Folder) -> None:
     """Keep a replaced writer's checkpoint once restored: later checkpoints build on it."""
     first, second, third, fourth = fill(root)

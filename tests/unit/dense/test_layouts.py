@@ -1,0 +1,118 @@
+"""Restore optimizer state in the order in memory that its parameter has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from tests.crash.save_sweep import alone
+from torchrec_checknrun import Checkpointer
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    with alone():
+        yield
+
+
+class ByColumns(nn.Module):
+    """A layer with a column-major weight, and a convolution whose channels come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 7).t())
+        self.layer = nn.Conv2d(3, 4, 2)
+        weight = self.layer.weight.detach().contiguous(memory_format=torch.channels_last)
+        self.layer.weight = nn.Parameter(weight)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        image = values.reshape(-1, 3, 2, 2)
+        product = values[:, :7] @ self.weight
+        result: torch.Tensor = self.layer(image).sum() + product.square().sum()
+        return result
+
+
+class Trainer:
+    """A user's object with an optimizer and an average of a weight, loaded by itself."""
+
+    def __init__(self, model: ByColumns, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.average = model.weight.detach().clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.average = state["average"]
+
+
+class Unknown(optim.Adam):
+    """An optimizer whose first step can't be tried on a stand-in."""
+
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["params"][0].numel() != 35:
+            raise ValueError("another model")
+        return super().step(closure)
+
+
+def adam(model: nn.Module) -> optim.Optimizer:
+    return optim.Adam(model.parameters(), lr=0.1, fused=True)
+
+
+def keyed(model: nn.Module) -> optim.Optimizer:
+    named = dict(model.named_parameters())
+    return KeyedOptimizerWrapper(named, lambda p: optim.Adam(p, lr=0.1, fused=True))
+
+
+def unknown(model: nn.Module) -> optim.Optimizer:
+    return Unknown(model.parameters(), lr=0.1, fused=True)
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1 + step, 24).reshape(2, 12)).backward()
+        optimizer.step()
+
+
+def strides(optimizer: Any) -> list[tuple[int, ...]]:
+    return [
+        value.stride()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("make", [adam, keyed, unknown])
+def test_training_goes_on_bit_for_bit(
+    tmp_path: Path, make: Callable[[nn.Module], optim.Optimizer], held: bool
+) -> None:
+    lives: list[tuple[ByColumns, Any, Trainer]] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = ByColumns()
+        optimizer = make(model)
+        trainer = Trainer(model, optimizer)
+        states: dict[str, Any] = {"trainer": trainer} if held else {"optimizer": optimizer}
+        lives.append((model, optimizer, trainer))
+        with Checkpointer(str(tmp_path), model=model, state=states) as saver:
+            if seed:
+                assert saver.restore() is not None
+            else:
+                train(model, optimizer, 3)
+                assert saver.save() is not None
+        train(model, optimizer, 2)
+    (model, optimizer, trainer), (again, other, loaded) = lives
+    assert strides(other) == strides(optimizer)
+    assert loaded.average.stride() == trainer.average.stride()
+    for one, two in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, two)
