@@ -6,10 +6,11 @@ python -m recipes.benchmarks.serving [--json FILE] [--docs PAGE] [--scale F] [--
 The recipe's model is trained on 26 % of each table's rows between two publications of 8 bits, which
 are held back. Then a server follows, and requests arrive at random times, at a quarter of the rate
 that the server can answer, whether or not earlier ones were answered (open loop): a latency is
-counted from the instant at which a request was due. In half of the windows publications are
-revealed, each as soon as the one before is served; in the other half none is. Training has ended
-before the first request. All of that is repeated, with a new server, for each share of a core that
-the follower may use while requests are answered.
+counted from the instant at which a request was due. In a third of the windows publications are
+revealed, each as soon as the one before is served; in the others none is, and in half of these a
+process of the follower's priority counts, which tells what any work beside the server costs on this
+machine. Training has ended before the first request. All of that is repeated, with a new server,
+for each share of a core that the follower may use while requests follow one another.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ import gc
 import json
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,7 @@ from recipes.benchmarks.serving_table import markdown, put_into
 from recipes.dlrm_criteo.online_demo.served import Server
 from recipes.dlrm_criteo.train import CONFIGS, build
 from torchrec_checknrun import Checkpointer, Publish
+from torchrec_checknrun.serve.looking import NICE
 
 FRACTION = 0.26
 """Rows that change between two versions: Check-N-Run's figure for half an hour of training."""
@@ -153,13 +159,25 @@ class Revealed:
             time.sleep(LOOK_SECONDS)
 
 
+@contextmanager
+def counting() -> Iterator[None]:
+    """Let a process of the follower's priority count while a block runs."""
+    count = f"import os; os.nice({NICE})\nwhile True: pass"
+    process = subprocess.Popen([sys.executable, "-c", count])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def measure(
     folder: Path, scale: float, windows: int, shown: int, shares: list[float]
 ) -> dict[str, Any]:
     """Make the publications, serve them with each share of a core, and measure.
 
     Args:
-        windows: with publications, and as many without.
+        windows: of each kind.
         shown: publications in a window.
         shares: of a core, that the follower may use.
     """
@@ -201,20 +219,20 @@ def compare(load: Load, revealed: Revealed, windows: int, shown: int) -> dict[st
     load.find_capacity(1.0, CLIENTS)  # warms up
     capacity = load.find_capacity(3.0, CLIENTS)
     load.per_second = LOAD * capacity
-    applying, resting = [], []
-    for number in tqdm(range(windows), desc="windows", unit="pair"):
-        # Whichever comes first, half of the time: the machine is not the same all along.
-        if number % 2:
-            resting.append(load.ask_during(revealed.look, sum(revealed.seconds[-shown:])))
-        applying.append(load.ask_during(revealed.show, shown))
-        if not number % 2:
-            resting.append(load.ask_during(revealed.look, sum(revealed.seconds[-shown:])))
-    return {
-        "capacity": capacity,
-        "per_second": load.per_second,
-        "applying": _latencies(applying),
-        "resting": _latencies(resting),
-    }
+    found: dict[str, list[list[float]]] = {"applying": [], "resting": [], "counting": []}
+    kinds = list(found)
+    for number in tqdm(range(windows), desc="windows", unit="each kind"):
+        # Each kind comes first in turn: the machine is not the same all along.
+        first = number % len(kinds)
+        for kind in kinds[first:] + kinds[:first]:
+            if kind == "applying":
+                latencies = load.ask_during(revealed.show, shown)
+            else:
+                with counting() if kind == "counting" else nullcontext():
+                    latencies = load.ask_during(revealed.look, sum(revealed.seconds[-shown:]))
+            found[kind].append(latencies)
+    cases = {kind: _latencies(latencies) for kind, latencies in found.items()}
+    return {"capacity": capacity, "per_second": load.per_second, **cases}
 
 
 def _costs(costs: list[dict[str, float]], revealed: Revealed) -> dict[str, Any]:

@@ -15,13 +15,14 @@ def markdown(found: dict[str, Any]) -> str:
     lines = ["| share | | requests | median | p99 | slowest |", "|---:|---|---:|---:|---:|---:|"]
     for of_share in found["shares"]:
         share = f"{of_share['share']:g}"
-        for name in ("applying", "resting"):
+        for name in ("resting", "applying", "counting"):
             case = of_share[name]
             cells = (f"{case[key]:.1f} ms" for key in quantiles)
             lines.append(f"| {share} | {name} | {case['requests']} | {' | '.join(cells)} |")
-        ratios = (of_share["applying"][key] / of_share["resting"][key] for key in quantiles)
-        cells = (f"{ratio:.2f}" for ratio in ratios)
-        lines.append(f"| {share} | ratio | | {' | '.join(cells)} |")
+        for name in ("applying", "counting"):
+            ratios = (of_share[name][key] / of_share["resting"][key] for key in quantiles)
+            cells = (f"{ratio:.2f}" for ratio in ratios)
+            lines.append(f"| {share} | {name} / resting | | {' | '.join(cells)} |")
     shares = [f"{of_share['share']:g}" for of_share in found["shares"]]
     served = "".join(f" revealed to served, {share} |" for share in shares)
     lines += [

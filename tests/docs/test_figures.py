@@ -70,10 +70,12 @@ def accuracy(name: str) -> list[str]:
         ("quantization_and_accuracy.md", accuracy("accuracy.json")),
         ("quantization_and_accuracy.md", accuracy("accuracy_loss.json")),
         ("quantization_and_accuracy.md", accuracy("accuracy_state.json")),
+        ("quantization_and_accuracy.md", accuracy("accuracy_finely.json")),
+        ("quantization_and_accuracy.md", accuracy("accuracy_logdelta.json")),
         ("papers.md", overall()),
         ("papers.md", lc()),
     ],
-    ids=["accuracy", "by the loss", "state", "overall", "lc"],
+    ids=["accuracy", "by the loss", "state", "finely", "logdelta", "overall", "lc"],
 )
 def test_the_table_is_the_results(name: str, lines: list[str]) -> None:
     assert len(lines) >= 4
@@ -94,6 +96,7 @@ SERVING = {
             "per_second": 100.1,
             "applying": {"requests": 900, "p50_ms": 2.2, "p99_ms": p99, "slowest_ms": 9.0},
             "resting": {"requests": 1000, "p50_ms": 2.0, "p99_ms": 5.0, "slowest_ms": 6.0},
+            "counting": {"requests": 1000, "p50_ms": 2.1, "p99_ms": 6.5, "slowest_ms": 12.0},
             "publication": {
                 "differential": {
                     "count": 3,
@@ -118,8 +121,9 @@ def test_the_servers_tables_are_put_into_a_page(tmp_path: Path) -> None:
         put_into(page, SERVING)
         assert shown(page) == markdown(SERVING)
     lines = shown(page).splitlines()
-    assert "| 1 | ratio | | 1.10 | 1.20 | 1.50 |" in lines
-    assert "| 0.25 | ratio | | 1.10 | 1.10 | 1.50 |" in lines
+    assert "| 1 | applying / resting | | 1.10 | 1.20 | 1.50 |" in lines
+    assert "| 0.25 | applying / resting | | 1.10 | 1.10 | 1.50 |" in lines
+    assert "| 0.25 | counting / resting | | 1.05 | 1.30 | 2.00 |" in lines
     assert "| differential | 3 | 877819 | 21.5 | 2 ms | 0.14 s | 0.36 s | 0.72 s |" in lines
     assert page.read_text().partition("<!-- rec")[0] == text.partition("<!-- rec")[0]
     page.write_text("no place")

@@ -60,9 +60,10 @@ class Follower:
         copies: 2: a version is prepared in a second copy of the model, and predictions never wait.
             1: the model is held once, rows are staged, and predictions wait while they are copied
             in.
-        share: of one core, above 0 and up to 1, that the thread uses at most while predictions run:
-            it works while none does, and rests between blocks of rows otherwise. 1: it never rests.
-            Less disturbs predictions less, and a version takes longer to become visible.
+        share: of one core, above 0 and up to 1, that the thread uses at most while predictions
+            follow one another, a hundredth of a second apart or less: it works while none does, and
+            rests between blocks of rows otherwise. 1: it never rests. Less disturbs predictions
+            less, and a version takes longer to become visible.
         map: the model's name by the saved one, of tables and other values, where they differ by
             more than TorchRec's wrappers.
         strict: refuse a model with names that no checkpoint has; otherwise they keep their values.

@@ -9,7 +9,7 @@ import weakref
 from contextlib import suppress
 from typing import Protocol
 
-_NICE = 10
+NICE = 10
 """Priority of the thread below that of predictions."""
 _LONGEST_PAUSE = 60.0
 """The longest pause between two looks after errors, unless the interval is longer."""
@@ -40,7 +40,7 @@ def _keep_looking(follower: weakref.ref[Looks], closing: threading.Event, interv
     """Look with pauses, which grow after errors."""
     with suppress(OSError, AttributeError):  # of this thread alone, where the system can
         own = threading.get_native_id()
-        lower = min(19, os.getpriority(os.PRIO_PROCESS, own) + _NICE)
+        lower = min(19, os.getpriority(os.PRIO_PROCESS, own) + NICE)
         os.setpriority(os.PRIO_PROCESS, own, lower)
     failures = 0
     while not closing.is_set():

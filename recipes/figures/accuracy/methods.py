@@ -24,7 +24,7 @@ BUDGETS = (3, 4, 8)
 """Fixed widths whose bytes importance-weighted rows may take; 2 bit leave no choice."""
 STEPS = (2, 3, 4)
 """Bits of a value that a full checkpoint takes with rows' own steps, from which links start."""
-LOSSES = (1e-4, 3e-5, 1e-5)
+LOSSES = (3e-4, 1e-4, 3e-5, 2e-5, 1e-5)
 """Relative changes of the loss that a restore may cost, by which links choose their steps."""
 MARGIN = 0.99
 """Part of those bytes to use: the rows of later checkpoints are unknown when the budget is chosen.
@@ -87,11 +87,18 @@ METHODS: tuple[Method, ...] = (
     *(Method(f"importance {bits} bit", partial(_importance, bits)) for bits in BUDGETS),
     Method("fp16", _stored(method="fp16")),
     Method("bf16", _stored(method="bf16")),
-    Method("adaptive 4 bit, log8", _stored(bits=4, optimizer="log8", compress=True)),
+    *(
+        Method(f"adaptive {bits} bit, log8", _stored(bits=bits, optimizer="log8", compress=True))
+        for bits in (2, 4)
+    ),
     *(Method(f"fisher {bits} bit", _stored(method="fisher", mean_bits=bits)) for bits in STEPS),
     *(Method(f"delta {bits} bit", _stored(method="delta", mean_bits=bits)) for bits in STEPS),
     *(
-        Method(f"delta {bits} bit, log8", _stored(method="delta", mean_bits=bits, optimizer="log8"))
+        Method(
+            f"delta {bits} bit, {scheme}",
+            _stored(method="delta", mean_bits=bits, optimizer=scheme),
+        )
+        for scheme in ("log8", "logdelta")
         for bits in STEPS
     ),
     Method("lc 3 bit", _stored(method="lc", bits=3)),
