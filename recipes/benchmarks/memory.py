@@ -1,11 +1,13 @@
 """Measure the memory of a save and a restore on top of the model, beside the byte budget.
 
-    python -m recipes.benchmarks.memory [--json out.json] [--budget-mib 64] [--times 10]
+    python -m recipes.benchmarks.memory [--json out.json] [--budget-mib 64] [--times 10] [--delta]
 
 One rank holds one table of `times` the budget (`Checkpointer(memory_budget=…)`) with row-wise
 Adagrad state. Every measurement has a process of its own: the peak of its resident memory during
 the call, above the level just before, after a first small checkpoint has loaded all code involved.
-To a save's peak comes the staging memory that the Checkpointer holds all the time.
+To a save's peak comes the staging memory that the Checkpointer holds all the time. With ``--delta``
+rows are stored as differences. What these take beside the budget is told apart: references of what
+rows restore to (``reference_bytes``), how rows were before, chunks that a restore uses twice.
 """
 
 from __future__ import annotations
@@ -32,11 +34,19 @@ from tqdm import tqdm
 
 from recipes.benchmarks.one_table import TABLE, one_table, step
 from torchrec_checknrun import Checkpointer, CheckpointReport, Consecutive, Quantization
+from torchrec_checknrun.restore.links import KEPT_BYTES
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 
 ALLOWED = 1.1
 """Part of the budget that a save or restore may take."""
 FULL, AGAIN, BESIDE = "save full", "save differential", "save differential, in training"
+RESTORE = "restore all"
+STEP = 2.0**-6
+"""Of differences: the table's values, from -1 to 1, are codes that fit a byte."""
+_FORM_BYTES = 2
+"""Of a reference, beside a byte a code: its form and its exponent."""
+_POSITION_BYTES = 8
+"""Of a row whose predecessor is kept until a link is committed."""
 _LOOKUPS = 4096
 """Rows that a training step looks up."""
 
@@ -53,10 +63,28 @@ class Case:
     budget: int
     times: int
     staging: StagingMode = "copy_on_write"
+    delta: bool = False
 
     @property
     def rows(self) -> int:
         return self.times * self.budget // (4 * self.dim)
+
+    @property
+    def quantization(self) -> Quantization:
+        if self.delta:
+            return Quantization(method="delta", step=STEP)
+        return Quantization(bits=self.bits)
+
+    def beside(self, call: str, rows: int, root: Path) -> int:
+        """Return what differences take beside the budget for a call that stores or restores rows,
+        in bytes, on top of what they took before.
+        """
+        if not self.delta:
+            return 0
+        if call != RESTORE:
+            return rows * (self.dim + _FORM_BYTES + (0 if call == FULL else _POSITION_BYTES))
+        stored = sum(file.stat().st_size for file in root.glob("seq-*/*.bin"))
+        return rows * (self.dim + _FORM_BYTES) + min(stored, KEPT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -64,6 +92,7 @@ class Measured:
     """One call's peak memory above the level before it, in bytes.
 
     Attributes:
+        beside: what differences take beside the budget; not in the peak.
         mode: how rows were copied, as the checkpoint's report tells; empty for a restore.
         protected_rows: number of rows copied before training changed them.
     """
@@ -76,14 +105,25 @@ class Measured:
     of_budget: float
     mode: str = ""
     protected_rows: int = 0
+    beside: int = 0
 
 
 def cases(
-    budget: int, times: int, dims: Sequence[int], staging: StagingMode = "copy_on_write"
+    budget: int,
+    times: int,
+    dims: Sequence[int],
+    staging: StagingMode = "copy_on_write",
+    delta: bool = False,
 ) -> list[Case]:
     """Return exact rows and both extremes of quantization, with all rows again or every third row,
-    whose row ids take the most bytes (a bitmap).
+    whose row ids take the most bytes (a bitmap); or differences, with both.
     """
+    if delta:
+        return [
+            Case(dim, None, stride, budget, times, staging, delta)
+            for dim in dims
+            for stride in (1, 3)
+        ]
     choices: list[tuple[int | None, int]] = [(None, 1), (None, 3), (8, 1), (2, 3)]
     return [
         Case(dim, bits, stride, budget, times, staging) for dim in dims for bits, stride in choices
@@ -136,7 +176,7 @@ def _checkpointer(
         root,
         model=model,
         policy=Consecutive(),
-        quantization=Quantization(bits=case.bits),
+        quantization=case.quantization,
         memory_budget=case.budget,
         staging=case.staging,
         callbacks=[reports.append],
@@ -191,20 +231,24 @@ def _measure_save(case: Case, root: Path) -> list[Measured]:
         for name, call in calls.items():
             if name != FULL:
                 _change(checkpointer, case, case.rows)
-            found.append(_measured(case, name, held + peak_of(call), reports[-1]))
+            found.append(_measured(case, name, held + peak_of(call), reports[-1], root))
     return found
 
 
-def _measured(case: Case, call: str, peak: int, report: CheckpointReport | None) -> Measured:
+def _measured(
+    case: Case, call: str, peak: int, report: CheckpointReport | None, root: Path
+) -> Measured:
     rows = -(-case.rows // (1 if report is None or call == FULL else case.stride))
     on_write = case.staging == "copy_on_write" and report is not None and not report.copied_at_cut
+    beside = case.beside(call, rows, root)
     return Measured(
         dim=case.dim,
         bits=case.bits,
         call=call,
         rows=rows,
-        peak=peak,
-        of_budget=peak / case.budget,
+        peak=peak - beside,
+        of_budget=(peak - beside) / case.budget,
+        beside=beside,
         mode="" if report is None else "copy on write" if on_write else "copy",
         protected_rows=0 if report is None else report.protected_rows,
     )
@@ -213,9 +257,10 @@ def _measured(case: Case, call: str, peak: int, report: CheckpointReport | None)
 def _measure_restore(case: Case, root: Path) -> list[Measured]:
     _prepare(case, root)
     model = one_table(case.rows, case.dim)
-    with _checkpointer(case, root / "store", model, []) as checkpointer:
+    store = root / "store"
+    with _checkpointer(case, store, model, []) as checkpointer:
         checkpointer.mark_all()
-        return [_measured(case, "restore all", peak_of(checkpointer.restore), None)]
+        return [_measured(case, RESTORE, peak_of(checkpointer.restore), None, store)]
 
 
 def _prepare(case: Case, root: Path) -> None:
@@ -257,9 +302,10 @@ def main() -> int:
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64], help="columns")
     modes = ("copy_on_write", "copy")
     parser.add_argument("--staging", choices=modes, default=modes[0], help="of rows")
+    parser.add_argument("--delta", action="store_true", help="store rows as differences")
     options = parser.parse_args()
     budget = options.budget_mib << 20
-    chosen = cases(budget, options.times, options.dims, options.staging)
+    chosen = cases(budget, options.times, options.dims, options.staging, options.delta)
     measured = [one for case in tqdm(chosen, desc="tables", unit="table") for one in measure(case)]
     table = Table(
         title=f"peak memory on top of a table of {options.times * options.budget_mib} MiB, "
@@ -272,12 +318,13 @@ def main() -> int:
         "mode",
         "rows",
         "protected",
+        "beside MiB",
         "peak MiB",
         "of budget",
     ):
         table.add_column(column, justify="left" if column in ("call", "mode") else "right")
     for one in measured:
-        stored = "exact" if one.bits is None else f"{one.bits} bit"
+        stored = f"{one.bits} bit" if one.bits else "delta" if one.beside else "exact"
         table.add_row(
             str(one.dim),
             stored,
@@ -285,6 +332,7 @@ def main() -> int:
             one.mode,
             f"{one.rows:,}",
             f"{one.protected_rows:,}",
+            f"{one.beside / (1 << 20):.1f}",
             f"{one.peak / (1 << 20):.1f}",
             f"{one.of_budget:.0%}",
         )

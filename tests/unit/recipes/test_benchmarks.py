@@ -88,8 +88,10 @@ def test_a_restart_is_taken_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_measured() -> None:
-    case = Case(dim=16, bits=8, stride=3, budget=4 << 20, times=2)
+@pytest.mark.parametrize("delta", [False, True])
+def test_memory_is_measured(delta: bool) -> None:
+    bits = None if delta else 8
+    case = Case(dim=16, bits=bits, stride=3, budget=4 << 20, times=2, delta=delta)
     full, differential, beside, restore = measure(case)
     assert (full.call, differential.call, beside.call) == (
         "save full",
@@ -104,6 +106,11 @@ def test_memory_is_measured() -> None:
     for one in (full, differential, beside, restore):
         assert 0 < one.peak < 8 << 20
         assert one.of_budget == one.peak / (4 << 20)
+    if delta:
+        assert [one.beside for one in (full, differential)] == [131072 * 18, 43691 * 26]
+        assert restore.beside > full.beside
+    else:
+        assert not any(one.beside for one in (full, differential, beside, restore))
 
 
 @pytest.mark.slow
