@@ -22,7 +22,7 @@ from tests.distributed.partial_lives import (
 )
 from tests.distributed.worker_pool import WorkerPool
 from tests.examples import some_of
-from tests.unit.run.deltas import delta, pieces, state_pieces
+from tests.unit.run.deltas import delta, lc, pieces, state_pieces
 from torchrec_checknrun.memory.partial import PeerCopies
 
 Workers = Callable[[int], WorkerPool]
@@ -52,7 +52,12 @@ def rounded(lives: Lives) -> dict[str, bytes]:
 
 
 def go_back(
-    folder: str, memory: str, lost: list[int], peers: bool, plan: Plan | None = None
+    folder: str,
+    memory: str,
+    lost: list[int],
+    peers: bool,
+    plan: Plan | None = None,
+    method: str = "delta",
 ) -> list[str]:
     """Lose images at step 14, after a base of step 4 and links of 8 and 12; go on to step 20.
 
@@ -60,7 +65,7 @@ def go_back(
         Kinds of the checkpoints.
     """
     copies = PeerCopies() if peers else None
-    chosen = delta(optimizer="logdelta")
+    chosen = lc() if method == "lc" else delta(optimizer="logdelta")
     lives = Lives(folder, memory, quantization=chosen, peers=copies, plan=plan)
     lives.begin()
     lives.saver.restore()
@@ -101,6 +106,14 @@ def test_a_lost_rank_adds_links_up(
     links = ["full", "differential", "differential"]
     for kinds in workers(4).run(go_back, lost=lost, peers=peers, **where):
         assert kinds == [*links, "full", "differential"]
+
+
+@pytest.mark.parametrize("peers", some_of([False, True], 1))
+def test_a_lost_rank_adds_buckets_up(peers: bool, where: dict[str, Any], workers: Workers) -> None:
+    """As above, of LC-Checkpoint's links."""
+    kinds = ["full", "differential", "differential", "full", "differential"]
+    found = workers(4).run(go_back, lost=[2], peers=peers, method="lc", **where)
+    assert found == [kinds] * 4
 
 
 def test_columns_of_a_peer_s_copy_are_not_the_whole_table(
