@@ -8,7 +8,15 @@ last.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +44,7 @@ from torchrec_checknrun.dense.tree import (
     Parameter,
     Parameters,
     all_nodes,
+    fused_keys,
     nodes,
     own_parameters,
     parameters_of,
@@ -44,7 +53,7 @@ from torchrec_checknrun.dense.tree import (
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.values.state import Tree, decode_state, empty_state, tree_items
+from torchrec_checknrun.values.state import SHARDED, Tree, decode_state, empty_state, tree_items
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +77,7 @@ class DenseOptimizer:
         state: the outermost optimizer.
         names: the model's parameters.
         sharded: names of the model's tables in fused kernels.
+        is_table: tells whether a fused optimizer's parameter is a table of the model.
         elsewhere: tensors, modules and objects that are stored elsewhere; looked through only if
             an answer depends on them.
         resized: the checkpoint to restore was saved by another number of ranks.
@@ -78,6 +88,7 @@ class DenseOptimizer:
         state: Optimizer,
         names: Mapping[torch.Tensor, str],
         sharded: Collection[str],
+        is_table: Callable[[torch.Tensor], bool],
         elsewhere: Iterable[object],
         resized: bool,
     ) -> None:
@@ -85,7 +96,7 @@ class DenseOptimizer:
         self._elsewhere = elsewhere
         self._resized = resized
         self._names = names
-        self._tables = sharded
+        self._tables, self._is_table = sharded, is_table
         self._parameters = Parameters(state, names, sharded)
         self._changed: set[Key] = set()
         self._kept: set[Key] = set()
@@ -306,6 +317,12 @@ class DenseOptimizer:
         listed = content["state"]
         state = {key: listed[key] if key in listed else dict(own) for key, own in made.items()}
         left_out = {p.key for p in parameters if p.sharded}
+        if any(map(_is_of_shards, listed.values())):
+            left_out |= {
+                key
+                for key in fused_keys(self.nest, self._is_table)
+                if _is_of_shards(listed.get(key))
+            }
         state = {k: v for k, v in {**state, **listed}.items() if k not in left_out}
         return {**content, "state": state}
 
@@ -366,6 +383,11 @@ def _fixed(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return {name: None if isinstance(v, (list, tuple)) else v for name, v in state.items()}
+
+
+def _is_of_shards(state: object) -> bool:
+    """Return whether a state is nothing but parts of sharded tensors, or empty."""
+    return isinstance(state, dict) and all(isinstance(v, SHARDED) for v in state.values())
 
 
 def _is_shown(state: Mapping[str, Any], shown: References) -> bool:
