@@ -229,9 +229,7 @@ def is_fused(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, FusedOptimizer)
 
 
-def fused_keys(
-    nest: Iterable[Node], is_table: Callable[[torch.Tensor], bool]
-) -> Iterator[Key]:
+def fused_keys(nest: Iterable[Node], is_table: Callable[[torch.Tensor], bool]) -> Iterator[Key]:
     """Yield the keys of a model's tables in the outermost state dict.
 
     Each sharded collection and each DistributedModelParallel names its tables without the modules

@@ -23,7 +23,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_checknrun.dense.first_state import LateStates
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
-from torchrec_checknrun.dense.references import local_tensors, tensors_of
+from torchrec_checknrun.dense.references import tensors_of
 from torchrec_checknrun.dense.state_dicts import lay_out
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
 from torchrec_checknrun.model.dense_model import DensePart
@@ -173,7 +173,7 @@ class DenseStates:
             DenseOptimizer,
             names=self._names(),
             sharded=self._sharded(),
-            is_table=self._is_table,
+            is_table=self._tracked.dense.is_table,
             elsewhere=elsewhere,
             resized=resized,
         )
@@ -193,10 +193,6 @@ class DenseStates:
         if self._model is None:
             return {}
         return {parameter: name for name, parameter in self._model.named_parameters()}
-
-    def _is_table(self, parameter: torch.Tensor) -> bool:
-        """Return whether a fused optimizer's parameter is a table, by its memory on this rank."""
-        return all(map(self._tracked.dense.stored().holds, local_tensors(parameter)))
 
     def _sharded(self) -> frozenset[str]:
         replicas = {s.table for s in self._tracked.shards if s.local.replicated}
