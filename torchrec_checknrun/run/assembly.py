@@ -193,8 +193,8 @@ def _refuse_other_models(states: Mapping[str, Stateful], tracked: TrackedModel) 
         raise UnsupportedState(
             f"state {name!r} holds TorchRec's fused optimizer of {tables[0]}, which is no table of "
             "the model: its rate and step counter would be lost. Give all models that are trained "
-            'as one, model=nn.ModuleDict({"first": …, "second": …}), or each its own Checkpointer '
-            "with its own root; after a reshard, give a new optimizer"
+            'as one, model=nn.ModuleDict({"first": …, "second": …}); after a reshard, give a new '
+            "optimizer"
         )
 
 
