@@ -5,6 +5,8 @@ All are short, and each resumed once in another state than it was killed in, or 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -28,8 +30,8 @@ def main(root: str, after_step: AfterStep, variation: str) -> Ended:
     training = VARIATIONS[variation]()
     reader = Reader(Clicks(ROWS, dist.get_rank(), STEPS))
     reports: list[CheckpointReport] = []
-    checkpointer = Checkpointer(
-        root,
+    make = partial(
+        Checkpointer,
         model=training.model,
         state={"optimizer": training.optimizer, "reader": reader, **training.state},
         policy=Consecutive(),
@@ -38,6 +40,7 @@ def main(root: str, after_step: AfterStep, variation: str) -> Ended:
         callbacks=[reports.append],
         **training.options,
     )
+    checkpointer = make(root)
     checkpointer.restore()
     resumed_from = checkpointer.steps
     for batch in reader:
@@ -45,4 +48,7 @@ def main(root: str, after_step: AfterStep, variation: str) -> Ended:
         checkpointer.step()
         after_step(checkpointer.steps)
     checkpointer.close()
+    with make(f"{root}-end") as whole:  # a whole one of state that may have grown until here
+        whole.steps = checkpointer.steps
+        whole.save()
     return Ended({"model": training.model, "training": training}, reports, resumed_from)
