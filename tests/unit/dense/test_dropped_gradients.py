@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,46 @@ def test_rows_of_a_dropped_gradient_are_saved_if_a_later_step_changes_them(job: 
     for name, parameter in found.model.named_parameters():
         assert torch.equal(parameter, dict(job.model.named_parameters())[name]), name
     found.saver.close()
+
+
+def replace_in_the_model(job: Job) -> tuple[Any, nn.Parameter]:
+    """Replace a parameter whose gradient waits; return the module and the earlier parameter."""
+    out: Any = job.model.module.out
+    earlier = out.weight
+    out.weight = nn.Parameter(torch.ones_like(earlier))
+    return out, earlier
+
+
+def test_a_gradient_of_a_replaced_parameter_does_not_wait(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.backward()
+    replace_in_the_model(job)
+    assert not job.saves()  # other parameters' gradients wait
+    job.model.zero_grad()
+    assert job.saves()
+    assert job.saves()
+    told = [r.getMessage() for r in caplog.records if "is replaced" in r.getMessage()]
+    assert len(told) == 1
+    assert "'out.weight'" in told[0]
+    job.backward()
+    assert not job.saves()
+
+
+def test_a_gradient_waits_while_the_model_has_the_memory_or_gets_the_parameter_back(
+    job: Job,
+) -> None:
+    job.backward()
+    out, earlier = replace_in_the_model(job)
+    job.model.zero_grad()
+    assert job.saves()
+    with torch.no_grad():
+        out.weight = nn.Parameter(earlier.data)  # a step on the earlier one changes this one
+    assert not job.saves()
+    out.weight = earlier
+    assert not job.saves()
+    job.optimizer.step()
+    assert job.saves()
 
 
 class TestHasGradient:
