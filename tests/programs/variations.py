@@ -5,8 +5,6 @@ All are short, and each resumed once in another state than it was killed in, or 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 
@@ -30,16 +28,19 @@ def main(root: str, after_step: AfterStep, variation: str) -> Ended:
     training = VARIATIONS[variation]()
     reader = Reader(Clicks(ROWS, dist.get_rank(), STEPS))
     reports: list[CheckpointReport] = []
-    make = partial(
-        Checkpointer,
-        model=training.model,
-        state={"optimizer": training.optimizer, "reader": reader, **training.state},
-        policy=Consecutive(),
-        every_steps=INTERVAL,
-        when_busy="wait",
-        callbacks=[reports.append],
-        **training.options,
-    )
+
+    def make(root: str) -> Checkpointer:
+        return Checkpointer(
+            root,
+            model=training.model,
+            state={"optimizer": training.optimizer, "reader": reader, **training.state},
+            policy=Consecutive(),
+            every_steps=INTERVAL,
+            when_busy="wait",
+            callbacks=[reports.append],
+            **training.options,
+        )
+
     checkpointer = make(root)
     checkpointer.restore()
     resumed_from = checkpointer.steps

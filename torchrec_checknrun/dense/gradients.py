@@ -5,7 +5,7 @@ gradient accumulation, or a gradient scaler that skips a step, a checkpoint woul
 gradients accumulated so far, though their samples count as trained. So a checkpoint is postponed
 until no gradient waits.
 
-The same hooks show whether some other optimizer steps the parameters, whose state no checkpoint has.
+The same hooks show whether another optimizer steps the parameters, whose state no checkpoint has.
 """
 
 from __future__ import annotations

@@ -276,9 +276,7 @@ def find_modules(
             left += [(f"{path}.{n}" if path else n, child) for n, child in reversed(children)]
 
 
-def _kernel(
-    module: Any, prefix: str, collection: Any, optimizers: DenseOptimizers
-) -> Kernel:
+def _kernel(module: Any, prefix: str, collection: Any, optimizers: DenseOptimizers) -> Kernel:
     names = [table.name for table in module._config.embedding_tables]
     data_parallel = type(module) in (BatchedDenseEmbedding, BatchedDenseEmbeddingBag) and all(
         table.local_metadata is None for table in module._config.embedding_tables

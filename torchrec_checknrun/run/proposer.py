@@ -95,8 +95,8 @@ class Proposer:
         tracked = self._tracked
         tracked.refresh()
         copied = None if busy else self._going_on.outcome()
-        # Other ranks hear of it. Not while a checkpoint is on its way, whose commit would end the need
-        # for a full one.
+        # The other ranks hear of it. Not while a checkpoint is on its way, whose commit would end
+        # the need for a full one.
         if (tracked.converted or self._writer.lost_parent) and not busy:
             self._lineage.force_full()
             tracked.converted = self._writer.lost_parent = False
@@ -124,8 +124,8 @@ class Proposer:
         )
 
     def agreed(self, facts: Sequence[Facts]) -> Proposal:
-        """Return rank 0's proposal, as a full one where some rank's rows can't build on the chain, or
-        some rank has nothing that links build on.
+        """Return rank 0's proposal; as a full one where some rank's rows can't build on the chain,
+        or some rank has nothing that links build on.
 
         A collective where rank 0 tells of a copy: all ranks go on from it, and have references to
         it or not.
