@@ -42,7 +42,9 @@ class Net(nn.Module):
 class Job:
     """A sharded net with its optimizer and a checkpointer."""
 
-    def __init__(self, root: Path, dense: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, root: Path, dense: Callable[[Any], torch.optim.Optimizer], **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.root = root
         net = Net()
@@ -74,6 +76,7 @@ class Job:
             state={"optimizer": self.optimizer},
             policy=Consecutive(),
             retention=None,
+            **options,
         )
 
     def backward(self, factor: float = 1.0) -> None:

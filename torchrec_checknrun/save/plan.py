@@ -263,9 +263,9 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
             first = summaries[0].row_states.get(table, names)
             if first != names:
                 raise InvalidPlan(
-                    f"data-parallel table {table!r} has optimizer state {list(first)} on rank 0 and "
-                    f"{list(names)} on rank {rank}, and each rank writes a part of its rows: let "
-                    "the same optimizer step the table on all ranks"
+                    f"data-parallel table {table!r} has optimizer state {list(first)} on rank 0 "
+                    f"and {list(names)} on rank {rank}, and each rank writes a part of its rows: "
+                    "let the same optimizer step the table on all ranks"
                 )
 
 

@@ -13,8 +13,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from tests.unit.mixed_job import Job
+from torchrec_checknrun import Images
 from torchrec_checknrun.errors import UnsupportedTable
 from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory import file as files
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -137,6 +140,35 @@ def test_a_clock_is_that_of_the_present_optimizer(made: Callable[[Make], Job]) -
     train(job)
     assert job.saves()
     assert tracked.progress()[TABLE] == OptimizerClock(1, 0.3)
+
+
+@pytest.mark.skipif(not has_extension(), reason="the extension was not built")
+@pytest.mark.parametrize("replace", [as_a_part, inside_its_wrapper])
+@pytest.mark.parametrize(("before", "after"), [(adam, adam), (adagrad, adam), (adam, sgd)])
+def test_an_image_holds_the_state_of_the_present_optimizer(
+    tmp_path: Path, replace: Callable[[Job, Make], None], before: Make, after: Make
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    images = Images(folder=str(memory))
+    job = Job(tmp_path / "run", before, survive=images)
+    assert job.saver.restore() is None
+    for turn in range(5):
+        if turn == 2:
+            replace(job, after)
+        train(job)
+        job.saver.step()
+    job.saver._release(failed=True)  # as a killed process
+    files._mapped.clear()
+    other = Job(tmp_path / "run", after, survive=images)
+    report = other.saver.restore()
+    assert report is not None
+    assert report.source == "images"
+    assert_same(other, job)
+    train(job)
+    train(other)
+    assert_same(other, job)
+    other.saver.close()
 
 
 def other_data(job: Job) -> Callable[[], None]:
