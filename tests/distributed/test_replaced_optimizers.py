@@ -100,7 +100,7 @@ def used(run: Run) -> Any:
 def test_all_ranks_change(
     workers: Workers, tmp_path: Path, change: str, before: str, after: str, kind: str
 ) -> None:
-    case = {"change": change, "before": before, "after": after, "where": [0, 1]}
+    case: dict[str, Any] = {"change": change, "before": before, "after": after, "where": [0, 1]}
     for found in workers(2).run(changed, root=str(tmp_path / "run"), **case):
         assert found["saved"] == ["full", kind, "differential"]
         assert found["problems"] == []
@@ -110,7 +110,7 @@ def test_all_ranks_change(
 @pytest.mark.parametrize("change", ["replace", "reload"])
 def test_one_rank_changes(workers: Workers, tmp_path: Path, change: str, where: int) -> None:
     """Refuse to save optimizers that differ, on all ranks."""
-    case = {"change": change, "before": "adam", "after": "adam", "where": [where]}
+    case: dict[str, Any] = {"change": change, "before": "adam", "after": "adam", "where": [where]}
     for found in workers(2).run(changed, root=str(tmp_path / "run"), **case):
         assert found["saved"][0] == "full"
         for said in found["saved"][1:]:
@@ -120,7 +120,12 @@ def test_one_rank_changes(workers: Workers, tmp_path: Path, change: str, where: 
 @pytest.mark.parametrize("where", [0, 1])
 def test_other_rows_of_state_on_one_rank(workers: Workers, tmp_path: Path, where: int) -> None:
     """Refuse a data-parallel table with other state on one rank, even if optimizers may differ."""
-    case = {"change": "replace", "before": "adam", "after": "momentum", "where": [where]}
+    case: dict[str, Any] = {
+        "change": "replace",
+        "before": "adam",
+        "after": "momentum",
+        "where": [where],
+    }
     found = workers(2).run(changed, root=str(tmp_path / "run"), **case, declared=True)
     for rank in found:
         assert rank["saved"][0] == "full"
