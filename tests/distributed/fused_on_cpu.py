@@ -29,8 +29,7 @@ class _Change(ast.NodeTransformer):
         return ast.Pass()
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Name) and node.func.id == "super":
-            assert not node.args
+        if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args:
             return ast.parse(f"super({KERNEL.__name__}, self)", mode="eval").body
         return self.generic_visit(node)
 

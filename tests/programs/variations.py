@@ -28,16 +28,20 @@ def main(root: str, after_step: AfterStep, variation: str) -> Ended:
     training = VARIATIONS[variation]()
     reader = Reader(Clicks(ROWS, dist.get_rank(), STEPS))
     reports: list[CheckpointReport] = []
-    checkpointer = Checkpointer(
-        root,
-        model=training.model,
-        state={"optimizer": training.optimizer, "reader": reader, **training.state},
-        policy=Consecutive(),
-        every_steps=INTERVAL,
-        when_busy="wait",
-        callbacks=[reports.append],
-        **training.options,
-    )
+
+    def make(root: str) -> Checkpointer:
+        return Checkpointer(
+            root,
+            model=training.model,
+            state={"optimizer": training.optimizer, "reader": reader, **training.state},
+            policy=Consecutive(),
+            every_steps=INTERVAL,
+            when_busy="wait",
+            callbacks=[reports.append],
+            **training.options,
+        )
+
+    checkpointer = make(root)
     checkpointer.restore()
     resumed_from = checkpointer.steps
     for batch in reader:
@@ -45,4 +49,7 @@ def main(root: str, after_step: AfterStep, variation: str) -> Ended:
         checkpointer.step()
         after_step(checkpointer.steps)
     checkpointer.close()
+    with make(f"{root}-end") as whole:  # a whole one of state that may have grown until here
+        whole.steps = checkpointer.steps
+        whole.save()
     return Ended({"model": training.model, "training": training}, reports, resumed_from)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.storage import StorageReader as DcpStorageRead
 from torch.futures import Future
 
 from torchrec_checknrun.errors import CheckNRunError, IncompatibleCheckpoint, InvalidPlan
+from torchrec_checknrun.format.chunk import Path, name_of
+from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import picklable_errors
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
@@ -23,6 +26,9 @@ from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.states import Merge, Owners
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values.state import SHARDED
+
+logger = logging.getLogger(__name__)
 
 _AS_SAVED = Fit()
 
@@ -78,7 +84,7 @@ class LoadPlanner(DcpLoadPlanner):
                 "storage_reader=StorageReader(path) to dcp.load as well"
             )
         self._restore.plan(found.content, state_dict)
-        self._opened = found
+        self._opened, self._live = found, state_dict
 
     @picklable_errors()
     def create_local_plan(self) -> LoadPlan:
@@ -99,7 +105,9 @@ class LoadPlanner(DcpLoadPlanner):
 
     def load(self, root: Folder) -> None:
         """Read and load all planned chunks, for ``StorageReader``; see ``ChainRestore.load``."""
+        before = dict(_tensors(self._live))
         self._restore.load(root)
+        _warn_of_layouts(before, self._live)
 
     def load_bytes(self, read_item: ReadItem, value: object) -> None:
         raise AssertionError("StorageReader has the planner load all chunks by itself")
@@ -109,6 +117,35 @@ class LoadPlanner(DcpLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         raise AssertionError("this format has no tensor items")
+
+
+def _tensors(state_dict: dict[str, Any]) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield the plain tensors of a state dict, each with its path."""
+    for path, leaf in leaves(state_dict, (torch.Tensor,)):
+        if not isinstance(leaf, SHARDED):
+            yield path, leaf
+
+
+def _warn_of_layouts(before: Mapping[Path, torch.Tensor], state_dict: dict[str, Any]) -> None:
+    """Warn of tensors that only the checkpoint had, and that may be a column-major one's state.
+
+    Fused optimizers walk through the memory of a parameter and its state side by side, and a state
+    dict doesn't say whose state a tensor is.
+    """
+    odd = {tuple(t.shape): path for path, t in before.items() if not t.is_contiguous()}
+    new = [(path, t) for path, t in _tensors(state_dict) if odd and path not in before]
+    found = [(path, odd[tuple(t.shape)]) for path, t in new if tuple(t.shape) in odd]
+    if found:
+        made, like = (name_of(path) for path in found[0])
+        logger.warning(
+            "%d tensors were not in the state dict and come back row-major, as %s, while %s of the "
+            "same shape is not: torch's fused optimizers would train with the state of other "
+            "elements. Make the optimizer's state before dcp.load, by a step on gradients of zero, "
+            "or use Checkpointer, which keeps the order in memory",
+            len(found),
+            made,
+            like,
+        )
 
 
 class StorageReader(DcpStorageReader):

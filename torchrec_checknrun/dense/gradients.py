@@ -4,12 +4,15 @@ Fused tables are updated within backward, dense parameters only when their optim
 gradient accumulation, or a gradient scaler that skips a step, a checkpoint would not hold the
 gradients accumulated so far, though their samples count as trained. So a checkpoint is postponed
 until no gradient waits.
+
+The same hooks show whether another optimizer steps the parameters, whose state no checkpoint has.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,8 +20,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from torchrec_checknrun.dense.optimizers import torch_optimizers
-from torchrec_checknrun.dense.tree import all_nodes, parameters_of
+from torchrec_checknrun.dense.optimizers import torch_optimizers, wraps_another
+from torchrec_checknrun.dense.references import References
+from torchrec_checknrun.dense.tree import all_nodes, inner_optimizers, parameters_of
+
+logger = logging.getLogger(__name__)
+
+Named = Iterable[tuple[str, torch.Tensor]]
+"""A model's parameters, each with its name."""
 
 
 class PendingGradients:
@@ -30,12 +39,22 @@ class PendingGradients:
     Args:
         states: state objects; optimizers among them (torch's, TorchRec's wrappers, users') are
             watched, with all optimizers inside.
+        named: returns the model's parameters as they are now. One that is no longer among them
+            holds no checkpoint up: its optimizer's step would not change the model.
     """
 
-    def __init__(self, states: Iterable[object]) -> None:
+    def __init__(self, states: Iterable[object], named: Callable[[], Named] = tuple) -> None:
         self._states = tuple(states)
+        self._named = named
         self._watched: dict[int, torch.Tensor] = {}
         """Parameters by ``id``."""
+        self._names: dict[int, str] = {}
+        """Names of those that were the model's when first seen."""
+        self._known: set[int] = set()
+        """The optimizers' ids."""
+        self._others: dict[int, weakref.ref[Optimizer]] = {}
+        """Optimizers, by ``id``, that have stepped since the last look, and were not known."""
+        self._told: set[object] = set()
         self._waiting: set[int] = set()
         self._frozen: list[torch.Tensor] = []
         """Parameters that can't have a gradient at present."""
@@ -58,10 +77,24 @@ class PendingGradients:
         """Whether a parameter has a gradient that it got since an optimizer last stepped it.
 
         ``zero_grad`` may have dropped it, if the loss was for other parameters or not finite. A
-        parameter that was frozen, or in no optimizer, until now counts as well.
+        parameter that was frozen, or in no optimizer, until now counts as well. One that was
+        replaced in the model doesn't.
         """
         self._waiting &= self._watch()
-        return any(has_gradient(self._watched[key]) for key in self._waiting)
+        self._warn_of_others()
+        found = [key for key in self._waiting if has_gradient(self._watched[key])]
+        if not found:
+            return False
+        present = References([parameter for _, parameter in self._named()])
+        gone = [k for k in found if k in self._names and self._watched[k] not in present]
+        for name in [self._names[key] for key in gone if key not in self._told]:
+            logger.warning(
+                "a gradient waits in the parameter that was the model's %r, and is replaced: "
+                "checkpoints don't hold the gradient. Let the optimizer step the present parameter",
+                name,
+            )
+        self._told.update(gone)
+        return len(gone) < len(found)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -72,14 +105,15 @@ class PendingGradients:
         """Watch new parameters; return the ids of all that optimizers have now."""
         optimizers = list(torch_optimizers(self._states))
         parameters = {id(p): p for o in optimizers for p in parameters_of(o)}
+        self._known = set(map(id, optimizers))
         self._frozen = [p for p in parameters.values() if not _accumulates(p)]
-        for key, parameter in parameters.items():
-            if key not in self._watched and _accumulates(parameter):
-                self._watched[key] = parameter
-                self._waiting.add(key)
-                self._handles.append(
-                    parameter.register_post_accumulate_grad_hook(self._accumulated)
-                )
+        new = {k: p for k, p in parameters.items() if k not in self._watched and _accumulates(p)}
+        if new:
+            self._names |= {id(p): name for name, p in self._named() if id(p) in new}
+        for key, parameter in new.items():
+            self._watched[key] = parameter
+            self._waiting.add(key)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
         self._sizes = [(weakref.ref(o), _size(o)) for o in optimizers]
         self._inside.clear()
         for optimizer in optimizers:
@@ -94,6 +128,8 @@ class PendingGradients:
             (known := of()) is not None and _size(known) != size for of, size in self._sizes
         ):
             self._watch()
+        if id(optimizer) not in self._known and not wraps_another(optimizer):
+            self._others[id(optimizer)] = weakref.ref(optimizer)
         if not self._waiting:
             return
         stepped = set(map(id, parameters_of(optimizer)))
@@ -104,6 +140,30 @@ class PendingGradients:
             if (inner := of()) is not None:
                 stepped.difference_update(map(id, parameters_of(inner)))
         self._waiting -= stepped
+
+    def _warn_of_others(self) -> None:
+        """Warn of optimizers that step the known ones' parameters and are not saved."""
+        if not self._others:
+            return
+        others, self._others = self._others, {}
+        held = (inner for state in self._states for inner in inner_optimizers(state).values())
+        known = self._known | {id(node.optimizer) for inner in held for node in all_nodes(inner)}
+        for of in others.values():
+            if (optimizer := of()) is None or id(optimizer) in known:
+                continue
+            kind = type(optimizer).__name__
+            shared = [p for p in parameters_of(optimizer) if id(p) in self._watched]
+            if not shared or kind in self._told:
+                continue
+            self._told.add(kind)
+            logger.warning(
+                "an optimizer %s steps parameters (%s) whose optimizer among the state objects is "
+                "another one: checkpoints hold that one's state, and none of the %s. Give this one "
+                "to the Checkpointer, or put it in the other's place inside the state object",
+                kind,
+                ", ".join(sorted(self._names.get(id(p), "unnamed") for p in shared)[:3]),
+                kind,
+            )
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ from torchrec_checknrun.dense.param_groups import (
     stored_groups,
 )
 from torchrec_checknrun.dense.references import References
-from torchrec_checknrun.dense.state_dicts import same_objects, state_dict_of
+from torchrec_checknrun.dense.state_dicts import present_state, same_objects, state_dict_of
 from torchrec_checknrun.dense.tree import (
     Key,
     Node,
@@ -117,7 +117,7 @@ class DenseOptimizer:
         found = shown(self.nest)
         parameters = list(self._parameters.of(found))
         made = {p.key: state for p in parameters if (state := p.state) is not None}
-        content = self._content(given, parameters, made)
+        content = self._content(given, found, parameters, made)
         strict = not isinstance(self._state, KeyedOptimizer)
         content |= stored_groups(self._groups(found, parameters), strict)
         late = {
@@ -168,7 +168,7 @@ class DenseOptimizer:
         check_wrappers(tree_items(stored.get(WRAPPERS)), found, path, strict)
         parameters = list(self._parameters)
         made = {p.key: state for p in parameters if (state := p.state) is not None}
-        content = self._content(self._state.state_dict(), parameters, made)
+        content = self._content(self._state.state_dict(), found, parameters, made)
         left_out = self._kept | self._own().keys()
         live = {k: _fixed(v) for k, v in content["state"].items() if k not in left_out}
         live |= dict.fromkeys(self._own().keys() & saved.keys())
@@ -186,8 +186,10 @@ class DenseOptimizer:
         given = self._state.state_dict()
         form = restored.pop(_FORM, None)
         loaded: Collection[Key] = ()
+        unshown: Collection[Key] = ()
         if not self._is_own_form(given):
             own = self._by_key(given)
+            unshown = present_state(nodes(self._state), own["state"]).keys()
             state = {k: restored["state"].get(k, value) for k, value in own["state"].items()}
             own |= {**restored, "state": state}
             loaded, form = state.keys(), self._by_key(own, back=True)
@@ -195,7 +197,8 @@ class DenseOptimizer:
             with same_objects(all_nodes(self._state)):
                 self._state.load_state_dict(form)
         for parameter in self._parameters:
-            if parameter.key not in loaded and parameter.key in restored["state"]:
+            apart = parameter.key not in loaded or parameter.key in unshown
+            if apart and parameter.key in restored["state"]:
                 parameter.optimizer.state[parameter.parameter].update(
                     restored["state"][parameter.key]
                 )
@@ -297,7 +300,11 @@ class DenseOptimizer:
             mapping[parameter.parameter] = state
 
     def _content(
-        self, given: Any, parameters: Sequence[Parameter], made: Mapping[Key, dict[str, Any]]
+        self,
+        given: Any,
+        found: Sequence[Node],
+        parameters: Sequence[Parameter],
+        made: Mapping[Key, dict[str, Any]],
     ) -> dict[str, Any]:
         """Turn the state dict into one by keys, without groups and sharded parameters.
 
@@ -314,7 +321,9 @@ class DenseOptimizer:
         else:
             content = self._by_key(given)
         content.pop(GROUPS, None)
-        listed = content["state"]
+        present = present_state(found, content["state"])
+        listed = {k: v for k, v in content["state"].items() if present.get(k, v) is not None}
+        listed |= {k: v for k, v in present.items() if v is not None}
         state = {key: listed[key] if key in listed else dict(own) for key, own in made.items()}
         left_out = {p.key for p in parameters if p.sharded}
         if any(map(_is_of_shards, listed.values())):

@@ -39,6 +39,26 @@ def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
                 yield node.optimizer
 
 
+class DenseOptimizers:
+    """The optimizers that may step dense parameters, among state objects.
+
+    Args:
+        states: state objects, see ``torch_optimizers``.
+    """
+
+    def __init__(self, states: Iterable[object]) -> None:
+        self._states = tuple(states)
+        self.find()
+
+    def find(self) -> None:
+        """Look for the optimizers: one may be replaced inside a container at any time."""
+        self._found = tuple(torch_optimizers(self._states))
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        """Iterate over the optimizers as last found."""
+        return iter(self._found)
+
+
 def left_to_others(states: Mapping[str, object]) -> list[str]:
     """Describe TorchRec's optimizers inside state objects that are no optimizers themselves.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from torchrec_checknrun.dense.tree import Key, Node
 from torchrec_checknrun.errors import UnsupportedState
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 GROUPS, OWNERS = "param_groups", "param_groups_of"
 """Stored keys: the groups, and for each group its optimizer's identity."""
+_WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper)
+"""TorchRec's optimizers that show the groups of those inside."""
 _OF_GROUP = ("params", "param_names")
 """Keys of a group's dict that list its parameters; all other keys are options."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
@@ -74,16 +77,23 @@ def options_of(group: Mapping[Any, Any]) -> dict[Any, Any]:
 def live_groups(nodes: Iterable[Node], keys: Mapping[int, Key]) -> list[Group]:
     """List the groups in a nest of optimizers, each once, with the innermost owner.
 
+    A wrapper of TorchRec's that shows other groups than the optimizer inside has earlier ones, see
+    ``present_state``; nothing uses these.
+
     Args:
         nodes: the optimizers, innermost first.
         keys: the parameters' keys by ``id``; parameters without one are not stored.
     """
     found, seen = [], set()
+    grouped: set[int] = set()
     for node in nodes:
+        wrapper = not node.steps and isinstance(node.optimizer, _WRAPPERS)
         for number, content in enumerate(node.optimizer.param_groups):
-            if id(content) in seen:
+            parameters = set(map(id, content["params"]))
+            if id(content) in seen or (wrapper and parameters and parameters <= grouped):
                 continue
             seen.add(id(content))
+            grouped |= parameters
             if not node.fused:
                 own = [keys[id(p)] for p in content["params"] if id(p) in keys]
                 found.append(Group(content, own, node.identity, number))

@@ -11,7 +11,9 @@ scheduler sets afterwards would have no effect. So the dicts stay the same objec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import logging
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import methodcaller
@@ -20,12 +22,25 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from torchrec_checknrun.dense.optimizers import torch_optimizers
-from torchrec_checknrun.dense.tree import WEIGHT, Node, inner_optimizers, names_table
+from torchrec_checknrun.dense.tree import (
+    WEIGHT,
+    Key,
+    Node,
+    inner_optimizers,
+    names_table,
+    parameters_of,
+)
+from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.placements import laid_out_as
 from torchrec_checknrun.values.state import SHARDED
+
+logger = logging.getLogger(__name__)
+
+_told: dict[int, weakref.ref[Optimizer]] = {}
+"""Wrappers, by ``id``, that a warning has named."""
 
 
 def state_dict_of(optimizer: Optimizer, tables: Collection[str]) -> Any:
@@ -81,6 +96,82 @@ def _is_of_tables(prefix: str, part: KeyedOptimizer, tables: Collection[str]) ->
 
 def _key(name: str, prefix: str) -> str:
     return CombinedOptimizer.prepend_opt_key(name, prefix)
+
+
+def present_state(
+    found: Iterable[Node], listed: Mapping[Key, Any]
+) -> dict[Key, dict[str, Any] | None]:
+    """Find the state that optimizers keep where their wrapper's state dict shows an earlier one.
+
+    torch's ``load_state_dict``, called on the optimizer inside a TorchRec wrapper, gives that one
+    new dicts; the wrapper keeps the old ones, and TorchRec would save what training uses no more.
+
+    Args:
+        found: the optimizers whose state the outermost one's state dict shows.
+        listed: that state, by key.
+
+    Returns:
+        By key, the state of the parameters that differ, in the form of ``listed``; None for one
+        whose state is still to be made.
+
+    Raises:
+        SaveFailed: a user's wrapper shows state of its own, and hides that of the one inside.
+    """
+    present: dict[Key, dict[str, Any] | None] = {}
+    for node in found:
+        inner, keyed = node.optimizer, node.keyed
+        if not node.steps or keyed is None or keyed is inner or keyed.state is inner.state:
+            continue
+        stepped = set(map(id, parameters_of(inner)))
+        for name, parameter in keyed.params.items():
+            shown, own = keyed.state.get(parameter), inner.state.get(parameter)
+            if shown is own or id(parameter) not in stepped or _is_of(shown, own):
+                continue
+            if isinstance(keyed, KeyedOptimizerWrapper):
+                _warn_of_earlier(keyed, inner)
+            if (key := node.key(name)) not in listed or _is_of(listed[key], own):
+                continue
+            if not (isinstance(keyed, KeyedOptimizerWrapper) and _is_of(listed[key], shown)):
+                raise SaveFailed(_undecided(keyed, inner, name))
+            present[key] = KeyedOptimizer._extract_state_dict_content(own) if own else None
+    return present
+
+
+def _is_of(listed: object, state: Mapping[str, Any] | None) -> bool:
+    """Return whether a listed state has just the tensors and numbers of a parameter's state."""
+    if not isinstance(listed, dict) or state is None or listed.keys() != state.keys():
+        return False
+    return all(
+        value is state[name] if isinstance(value, torch.Tensor) else value == state[name]
+        for name, value in listed.items()
+        if isinstance(value, (torch.Tensor, float, int, str))
+    )
+
+
+def _warn_of_earlier(keyed: Optimizer, inner: Optimizer) -> None:
+    """Warn, once for each wrapper, of one that shows an earlier state than that inside."""
+    of = _told.get(id(keyed))
+    if of is not None and of() is keyed:
+        return
+    _told[id(keyed)] = weakref.ref(keyed)
+    logger.warning(
+        "%s no longer shows the state of the %s inside, as if that one's load_state_dict had been "
+        "called: checkpoints hold the inner one's state and rates, with which training goes on; "
+        "rates set on the wrapper have no effect. Load the wrapper instead, or set its state and "
+        "param_groups to the inner ones",
+        type(keyed).__name__,
+        type(inner).__name__,
+    )
+
+
+def _undecided(keyed: Optimizer, inner: Optimizer, name: str) -> str:
+    outside, inside = type(keyed).__name__, type(inner).__name__
+    return (
+        f"the state of {name!r} that {outside} shows is not that of the {inside} in its attribute "
+        f"_optimizer, and TorchRec's form has room for one of them: set the state and param_groups "
+        f"of the {outside} to those of the {inside}, or, if both keep state, hold the inner one "
+        "in an attribute of another name"
+    )
 
 
 def lay_out(holder: object) -> None:

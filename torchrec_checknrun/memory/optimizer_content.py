@@ -46,6 +46,7 @@ class OptimizerContent:
 
     def __init__(self, name: str, optimizer: object, store: Callable[[], Any]) -> None:
         self._name, self._store = name, store
+        self._optimizer = optimizer
         self._nest = _nest(optimizer)
         self._seen: object = None
         """What was compared when the optimizer was last asked; None: nothing that would do."""
@@ -77,6 +78,9 @@ class OptimizerContent:
 
     def _look(self) -> bool:
         """Ask the optimizer; return whether later looks at its objects will do."""
+        self._nest = _nest(self._optimizer)  # another one may be inside now
+        if not self._nest:
+            return False
         options = list(self._live_options())
         if not (all(map(_is_plain, self._nest)) and all(map(_is_constant, options))):
             return False

@@ -207,6 +207,8 @@ class WriteWatch:
 
     def flush(self) -> None:
         """Write rows in the GPU cache back to memory, and find the memory again."""
+        if self.kernel.data_parallel:
+            self.kernel.optimizers.find()
         if all(marks.device.type == "cpu" for marks in self.marks):  # no cache to write
             self.check()
             self.kernel.flush()

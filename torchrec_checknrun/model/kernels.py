@@ -6,8 +6,9 @@ Only this file knows how TorchRec arranges tables in kernels; the rest sees ``Lo
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -29,7 +30,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_checknrun.dense.optimizers import row_states, state_of
+from torchrec_checknrun.dense.optimizers import DenseOptimizers, row_states, state_of
 from torchrec_checknrun.errors import UnsupportedTable
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
@@ -113,6 +114,9 @@ class Kernel:
         touches_other_rows: whether the fused optimizer may change rows that were not looked up.
         data_parallel: every rank has these tables, and a dense optimizer updates them.
         optimizers: the known dense optimizers, for data-parallel tables' state.
+        parameters: returns, of data-parallel tables, the model's own parameters.
+        other_states: whether rows of optimizer state have got other names, since last set to False,
+            than those that the tables had before.
         moves: grows whenever memory is found elsewhere, or ``shards`` are made to refer to it.
     """
 
@@ -121,7 +125,9 @@ class Kernel:
     feature_to_shard: list[int]
     touches_other_rows: bool
     data_parallel: bool = False
-    optimizers: tuple[Optimizer, ...] = ()
+    optimizers: DenseOptimizers = field(default_factory=lambda: DenseOptimizers(()))
+    parameters: Callable[[], list[torch.Tensor]] = field(default=list, repr=False, compare=False)
+    other_states: bool = field(default=False, init=False, compare=False)
     moves: int = field(default=0, init=False, compare=False)
     _memory: KernelMemory | None = field(default=None, init=False, repr=False, compare=False)
     _in_shards: KernelMemory | None = field(default=None, init=False, repr=False, compare=False)
@@ -145,6 +151,7 @@ class Kernel:
     def _set(self, weights: list[torch.Tensor], states: list[dict[str, torch.Tensor]]) -> None:
         self.moves += 1
         for shard, weight, state in zip(self.shards, weights, states, strict=True):
+            self.other_states |= bool(shard.optimizer) and shard.optimizer.keys() != state.keys()
             shard.weight, shard.optimizer = weight.detach(), state
 
     def memory(self) -> KernelMemory:
@@ -158,6 +165,33 @@ class Kernel:
             self._memory = KernelMemory(tbe, self.module.split_embedding_weights())
             self.moves += 1
         return self._memory
+
+    def require_own_memory(self) -> None:
+        """Refuse data-parallel tables whose parameter in the model is not the kernel's memory.
+
+        Lookups read the kernel's rows, while an optimizer steps the parameter, and the model's
+        state dict shows it: no rows would be the right ones to save.
+
+        Raises:
+            UnsupportedTable: names the tables.
+        """
+        parameters = self.parameters()
+        if not parameters:
+            return
+        weights = self.module.split_embedding_weights()
+        strayed = [
+            shard.table
+            for shard, parameter, weight in zip(self.shards, parameters, weights, strict=True)
+            if parameter.data_ptr() != weight.data_ptr()
+        ]
+        if strayed:
+            raise UnsupportedTable(
+                f"the parameters of the data-parallel tables {strayed} are no longer their "
+                "kernel's memory, as if a parameter or its .data had been replaced: lookups go on "
+                "with the kernel's rows, optimizers and state dicts with the others, and a "
+                "checkpoint can hold only one of them. Put the earlier tensor back, and write "
+                "values into it (with torch.no_grad(): parameter.copy_(values))"
+            )
 
     @property
     def changes_in_backward_only(self) -> bool:
@@ -175,7 +209,7 @@ class Kernel:
 
 def find_kernels(
     model: nn.Module,
-    optimizers: tuple[Optimizer, ...] = (),
+    optimizers: DenseOptimizers | None = None,
     known: Iterable[Kernel] = (),
     collections: Sequence[tuple[str, Any]] | None = None,
 ) -> tuple[list[Kernel], dict[str, TableShape]]:
@@ -193,6 +227,7 @@ def find_kernels(
         UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
     """
     found = {id(kernel.module): kernel for kernel in known}
+    optimizers = optimizers or DenseOptimizers(())
     kernels: list[Kernel] = []
     tables: dict[str, TableShape] = {}
     for prefix, module in embedding_collections(model) if collections is None else collections:
@@ -203,8 +238,8 @@ def find_kernels(
             while isinstance(lookup, DistributedDataParallel):
                 lookup = lookup.module
             kernels += [
-                found.get(id(module)) or _kernel(module, prefix, optimizers)
-                for module in lookup._emb_modules
+                found.get(id(kernel)) or _kernel(kernel, prefix, module, optimizers)
+                for kernel in lookup._emb_modules
             ]
     return kernels, tables
 
@@ -241,7 +276,7 @@ def find_modules(
             left += [(f"{path}.{n}" if path else n, child) for n, child in reversed(children)]
 
 
-def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kernel:
+def _kernel(module: Any, prefix: str, collection: Any, optimizers: DenseOptimizers) -> Kernel:
     names = [table.name for table in module._config.embedding_tables]
     data_parallel = type(module) in (BatchedDenseEmbedding, BatchedDenseEmbeddingBag) and all(
         table.local_metadata is None for table in module._config.embedding_tables
@@ -281,11 +316,19 @@ def _kernel(module: Any, prefix: str, optimizers: tuple[Optimizer, ...]) -> Kern
         touches_other_rows=not data_parallel and tbe.optimizer not in _TOUCHES_LOOKED_UP_ROWS_ONLY,
         data_parallel=data_parallel,
         optimizers=optimizers,
+        parameters=partial(_parameters, collection, names) if data_parallel else list,
     )
 
 
+def _parameters(collection: Any, names: list[str]) -> list[torch.Tensor]:
+    """Return a sharded collection's own parameters of some tables, as they are now."""
+    is_bag = isinstance(collection, ShardedEmbeddingBagCollection)
+    tables = collection.embedding_bags if is_bag else collection.embeddings
+    return [tables[name].weight for name in names]
+
+
 def _optimizer_states(
-    tbe: Any, weights: list[torch.Tensor], optimizers: tuple[Optimizer, ...]
+    tbe: Any, weights: list[torch.Tensor], optimizers: Iterable[Optimizer]
 ) -> list[dict[str, torch.Tensor]]:
     """Return views of each table's state, under the names of TorchRec's fused optimizer."""
     if not isinstance(tbe, SplitTableBatchedEmbeddingBagsCodegen):

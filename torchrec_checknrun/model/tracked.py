@@ -13,13 +13,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
 from torchrec.distributed.model_parallel import DMPCollection
 
-from torchrec_checknrun.dense.optimizers import torch_optimizers
+from torchrec_checknrun.dense.optimizers import DenseOptimizers
 from torchrec_checknrun.marks.cuts import Cut, Cuts
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks
@@ -46,9 +45,8 @@ from torchrec_checknrun.model.resharding import (
     carry_cuts,
     carry_marks,
 )
-from torchrec_checknrun.model.tracked_shard import RowIds, TrackedShard, as_ids
+from torchrec_checknrun.model.tracked_shard import TrackedShard, TrackedTables
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.shards import TableShape
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +66,10 @@ def track(model: nn.Module, optimizers: Iterable[object] = ()) -> TrackedModel:
     Raises:
         UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
     """
-    return TrackedModel(model, tuple(torch_optimizers(optimizers)))
+    return TrackedModel(model, DenseOptimizers(optimizers))
 
 
-class TrackedModel:
+class TrackedModel(TrackedTables):
     """All local shards of a model, their marks, and the hooks that set them.
 
     The methods, in groups:
@@ -92,17 +90,15 @@ class TrackedModel:
         shards: this rank's parts of the tables.
         collisions: the model's managed-collision modules.
         dense: the model's state beside the tables.
-        converted: whether a reshard on any rank has cut rows into other columns since this was last
-            set to False; the next checkpoint must then be full.
+        converted: whether a reshard on any rank has cut rows into other columns, or an optimizer on
+            this one keeps other rows of state, since this was last set to False; the next
+            checkpoint must then be full.
         restores: number of restores of rows; each voids what is known of earlier checkpoints.
     """
 
-    tables: dict[str, TableShape]
-    shards: list[TrackedShard]
-
-    def __init__(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> None:
+    def __init__(self, model: nn.Module, optimizers: DenseOptimizers | None = None) -> None:
         self._model = model
-        self._optimizers = optimizers
+        self._optimizers = optimizers or DenseOptimizers(())
         self.collisions = Collisions(model)
         self._tree = ModuleTree(model)
         self._finds = 0
@@ -112,7 +108,7 @@ class TrackedModel:
         self._hooks: dict[KernelHook, list[TrackedShard]] = {}
         self._cuts = Cuts()
         self._collections = Collections(model, self._resharding)
-        self.converted = False
+        self._converted = False
         self.restores = 0
         collections = find_modules(model, (BaseShardedManagedCollisionEmbeddingCollection,))
         self._undo = [announce_evictions(collection) for _, collection in collections]
@@ -122,60 +118,6 @@ class TrackedModel:
             if isinstance(replicas, DMPCollection)
         ]
         self._find()
-
-    def mark(self, table: str, rows: RowIds) -> None:
-        """Mark rows written by hand; call on every rank.
-
-        Args:
-            rows: global ids, ``(n,)``.
-
-        Raises:
-            KeyError: no such table.
-            IndexError: an id is no row of the table; nothing is marked.
-            TypeError: the ids are no integers.
-        """
-        shards, ids = self._shards_of(table), as_ids(rows)
-        count = self.tables[table].rows
-        outside = ids[(ids < 0) | (ids >= count)]
-        if len(outside):
-            raise IndexError(
-                f"{table} has rows 0 to {count - 1}, but {len(outside)} of the ids to mark are "
-                f"outside, the first {int(outside[0])}: pass the table's own row ids"
-            )
-        for shard in shards:
-            shard.mark(ids)
-
-    def mark_all(self, table: str | None = None) -> None:
-        """Mark every row of a table, or of all tables; call on every rank."""
-        for shard in self.shards if table is None else self._shards_of(table):
-            shard.mark_all()
-
-    @contextmanager
-    def writing(self, table: str, rows: RowIds) -> Iterator[None]:
-        """Mark rows (global ids) that the block writes by hand; enter on every rank.
-
-        Writes inside the block don't mark any other rows, so the block must write no others.
-
-        Raises:
-            KeyError, IndexError, TypeError: see ``mark``.
-        """
-        shards = self._shards_of(table)
-        with announced(shard.kernel_module for shard in shards):
-            self.mark(table, rows)
-            for shard in shards:
-                shard.mark(rows, everywhere=True)
-            yield
-
-    def modified_rows(self, consumer: Consumer = Consumer.USER) -> dict[str, torch.Tensor]:
-        """Return the rows modified since ``clear(consumer)``.
-
-        Returns:
-            By table with a shard on this rank, sorted global ids ``(n,)`` int64.
-        """
-        found: dict[str, list[torch.Tensor]] = {}
-        for shard in self.shards:
-            found.setdefault(shard.table, []).append(shard.modified_rows(consumer))
-        return {table: torch.unique(torch.cat(ids)) for table, ids in found.items()}
 
     def is_modified(self, consumer: Consumer) -> bool:
         """Return whether any row of this rank's shards is marked."""
@@ -190,9 +132,23 @@ class TrackedModel:
             shard.marks.clear(consumer)
 
     @property
+    def converted(self) -> bool:
+        """See the class."""
+        return self._converted or any(kernel.other_states for kernel in self._kernels())
+
+    @converted.setter
+    def converted(self, value: bool) -> None:
+        self._converted = value
+        for kernel in self._kernels():
+            kernel.other_states = False
+
+    @property
     def waiting(self) -> bool:
         """Whether gradients of data-parallel tables wait for their optimizer."""
-        return any(hook.waiting for hook in self._hooks if isinstance(hook, DataParallelHook))
+        hooks = [hook for hook in self._hooks if isinstance(hook, DataParallelHook)]
+        if hooks:
+            self._optimizers.find()
+        return any(hook.waiting for hook in hooks)
 
     def all_reduce_marks(self, group: dist.ProcessGroup | None = None) -> None:
         """Set each rank's marks of data-parallel tables to the union over ranks; a collective.
@@ -233,12 +189,19 @@ class TrackedModel:
         """Find the shards again if they were replaced without notice, or by a failed reshard.
 
         All rows of the new shards then count as modified.
+
+        Raises:
+            UnsupportedTable: a data-parallel table's parameter was replaced, see ``Kernel``.
         """
         gone, new = self._find() if self._tree.generation() != self._found_at else ([], [])
         if gone or new:
             logger.warning("the model was resharded: all rows of what changed count as modified")
         for shard in new:
             shard.mark_all()
+        for hook in self._hooks:
+            if hook.kernel.data_parallel:  # another optimizer may step the tables now
+                hook.kernel.require_own_memory()
+                hook.writes.flush()
         self.check_writes()
 
     def places(self) -> tuple[int, ...] | None:
@@ -342,7 +305,7 @@ class TrackedModel:
         self.shards = [shard for shards in self._hooks.values() for shard in shards]
         for hook in left.values():
             hook.remove()
-        self.converted |= self._collections.changed(collections)
+        self._converted |= self._collections.changed(collections)
         return [shard for hook in left.values() for shard in before[hook]], new
 
     @contextmanager
@@ -391,8 +354,3 @@ class TrackedModel:
 
     def _kernels(self) -> list[Kernel]:
         return [hook.kernel for hook in self._hooks]
-
-    def _shards_of(self, table: str) -> list[TrackedShard]:
-        if table not in self.tables:
-            raise KeyError(f"no sharded table {table!r}; the model has {sorted(self.tables)}")
-        return [shard for shard in self.shards if shard.table == table]

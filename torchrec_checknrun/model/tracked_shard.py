@@ -1,8 +1,9 @@
-"""Mark, read and write the rows of one local shard of a tracked table, by global ids."""
+"""Mark, read and write the rows of the local shards of tracked tables, by global ids."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import torch
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
-from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
+from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 
 RowIds = torch.Tensor | np.ndarray | Sequence[int]
 """Global row ids, ``(n,)`` of any integer dtype."""
@@ -154,6 +155,77 @@ class TrackedShard:
     def _watches(self) -> list[WriteWatch]:
         """Return all trackers' watches on the shard's kernel."""
         return WriteWatch.of([self._kernel.module])
+
+
+class TrackedTables:
+    """The local shards of all tables of a model, to be marked by hand.
+
+    Attributes:
+        tables: every sharded table's whole shape, the same on all ranks.
+        shards: this rank's parts of the tables.
+    """
+
+    tables: dict[str, TableShape]
+    shards: list[TrackedShard]
+
+    def mark(self, table: str, rows: RowIds) -> None:
+        """Mark rows written by hand; call on every rank.
+
+        Args:
+            rows: global ids, ``(n,)``.
+
+        Raises:
+            KeyError: no such table.
+            IndexError: an id is no row of the table; nothing is marked.
+            TypeError: the ids are no integers.
+        """
+        shards, ids = self._shards_of(table), as_ids(rows)
+        count = self.tables[table].rows
+        outside = ids[(ids < 0) | (ids >= count)]
+        if len(outside):
+            raise IndexError(
+                f"{table} has rows 0 to {count - 1}, but {len(outside)} of the ids to mark are "
+                f"outside, the first {int(outside[0])}: pass the table's own row ids"
+            )
+        for shard in shards:
+            shard.mark(ids)
+
+    def mark_all(self, table: str | None = None) -> None:
+        """Mark every row of a table, or of all tables; call on every rank."""
+        for shard in self.shards if table is None else self._shards_of(table):
+            shard.mark_all()
+
+    @contextmanager
+    def writing(self, table: str, rows: RowIds) -> Iterator[None]:
+        """Mark rows (global ids) that the block writes by hand; enter on every rank.
+
+        Writes inside the block don't mark any other rows, so the block must write no others.
+
+        Raises:
+            KeyError, IndexError, TypeError: see ``mark``.
+        """
+        shards = self._shards_of(table)
+        with announced(shard.kernel_module for shard in shards):
+            self.mark(table, rows)
+            for shard in shards:
+                shard.mark(rows, everywhere=True)
+            yield
+
+    def modified_rows(self, consumer: Consumer = Consumer.USER) -> dict[str, torch.Tensor]:
+        """Return the rows modified since ``clear(consumer)``.
+
+        Returns:
+            By table with a shard on this rank, sorted global ids ``(n,)`` int64.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
+        for shard in self.shards:
+            found.setdefault(shard.table, []).append(shard.modified_rows(consumer))
+        return {table: torch.unique(torch.cat(ids)) for table, ids in found.items()}
+
+    def _shards_of(self, table: str) -> list[TrackedShard]:
+        if table not in self.tables:
+            raise KeyError(f"no sharded table {table!r}; the model has {sorted(self.tables)}")
+        return [shard for shard in self.shards if shard.table == table]
 
 
 def as_ids(rows: RowIds) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from torchrec_checknrun.model.tracked import RowIds
+from torchrec_checknrun.model.tracked_shard import RowIds
 from torchrec_checknrun.recovery.survival import Survival
 from torchrec_checknrun.restore.restore import Target
 

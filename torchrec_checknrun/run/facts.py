@@ -34,6 +34,8 @@ class Facts:
     """The checkpoint, by checksum, that this rank's next one can be a link to; None: it must be a
     base.
     """
+    full: bool = False
+    """Whether this rank's rows can't build on earlier checkpoints."""
     copied: Copied | None = None
     """What became of a compaction behind training, on rank 0; None: nothing new."""
     publishing: bool = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 
+from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.layers import Consumer, Share
 from torchrec_checknrun.marks.marks import Marks
@@ -89,7 +90,7 @@ class GoingOn:
         self._failed = Copied(original.id, None)  # should this be interrupted
         try:
             self._process = CompactionProcess(self._root, original)
-        except (OSError, RuntimeError) as error:  # no process or thread to be had
+        except (CheckNRunError, OSError, RuntimeError) as error:  # no process or thread
             logger.warning("compacting %s behind training failed: %s", original.id, error)
         else:
             self._failed = None

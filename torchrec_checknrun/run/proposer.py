@@ -95,8 +95,8 @@ class Proposer:
         tracked = self._tracked
         tracked.refresh()
         copied = None if busy else self._going_on.outcome()
-        # The same on all ranks. Not while a checkpoint is on its way, whose commit would end the
-        # need for a full one.
+        # The other ranks hear of it. Not while a checkpoint is on its way, whose commit would end
+        # the need for a full one.
         if (tracked.converted or self._writer.lost_parent) and not busy:
             self._lineage.force_full()
             tracked.converted = self._writer.lost_parent = False
@@ -110,17 +110,31 @@ class Proposer:
             committed = again and self._is_committed(step)
             proposal = self._propose(step)
         return Facts(
-            step, waiting, busy, hangs, failed, modified, proposal, committed, references, copied
+            step,
+            waiting,
+            busy,
+            hangs,
+            failed,
+            modified,
+            proposal,
+            committed,
+            references,
+            full=self._lineage.converted,
+            copied=copied,
         )
 
     def agreed(self, facts: Sequence[Facts]) -> Proposal:
-        """Return rank 0's proposal, as a base where some rank has nothing that links build on.
+        """Return rank 0's proposal; as a full one where some rank's rows can't build on the chain,
+        or some rank has nothing that links build on.
 
         A collective where rank 0 tells of a copy: all ranks go on from it, and have references to
         it or not.
         """
         proposal = facts[0].proposal
         assert proposal is not None, "rank 0 proposes wherever no rank refuses"
+        if any(fact.full for fact in facts):  # rank 0 may not have known that
+            self._lineage.force_full()
+            proposal = proposal.as_full()
         references = [fact.references for fact in facts]
         if facts[0].copied is not None:  # the other ranks have looked before they heard of it
             references = self._ranks.gather(self.references)

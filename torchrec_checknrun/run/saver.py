@@ -92,7 +92,7 @@ class Saver:
         self._declared = Declared(
             target.states, frozenset(target.per_rank), target.replicated, target.buffers
         )
-        self._gradients = PendingGradients(target.states.values())
+        self._gradients = PendingGradients(target.states.values(), self._model.named_parameters)
         self.writer = RootWriter(self._root, self.lineage, options.retention)
         self._claim = RootClaim(self._root, ranks, self.writer)
         self.going_on = GoingOn(
@@ -232,7 +232,7 @@ class Saver:
             self.outcomes.failed(SaveFailed(f"nothing can be saved to {self._root}: {error}"), tell)
             return Begun.FAILED
         self._hear(facts)
-        if self._image is not None and self.lineage.converted:
+        if self._image is not None and any(fact.full for fact in facts):
             self._image.require_full()
         require_one_step(facts)
         if (refusal := self._refusal(step, facts, tell)) is not None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torchrec_checknrun
+from torchrec_checknrun.errors import SaveFailed
 
 _BOOTSTRAP = """
 import os, signal, sys
@@ -55,15 +56,27 @@ def start(
 
     Args:
         descriptors: file descriptors to pass on, open.
+
+    Raises:
+        SaveFailed: the system doesn't start the interpreter.
     """
     package = torchrec_checknrun.__name__
     init = str(torchrec_checknrun.__file__)
     target = json.dumps([import_path(), package, os.path.abspath(init), module, arguments])
-    return subprocess.Popen(
-        [sys.executable, *_flags(), "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), target],
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-    )
+    interpreter = sys.executable or ""  # None where a program embeds Python
+    try:
+        return subprocess.Popen(
+            [interpreter, *_flags(), "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), target],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        raise SaveFailed(
+            f"the interpreter {interpreter!r} (sys.executable) can't be started for a process that "
+            f"works behind training ({error}): let sys.executable be the path of a Python "
+            "interpreter that this user may execute, or use background='thread' and no "
+            "compact_after"
+        ) from error
 
 
 def import_path() -> list[str]:

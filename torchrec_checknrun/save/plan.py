@@ -44,6 +44,7 @@ class PlanSummary:
         importance: samples for importance-weighted codecs.
         lowest: names of replicated states that are not compared: the lowest rank's is stored.
         digests: digests of the compared replicated states.
+        row_states: names of the optimizer state of each table that all ranks hold.
     """
 
     header: Header
@@ -58,6 +59,7 @@ class PlanSummary:
     """Of codecs that all ranks must settle before rows are encoded."""
     lowest: tuple[str, ...] = ()
     digests: dict[str, Digest] = field(default_factory=dict)
+    row_states: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def with_digests(
         self, of_items: Mapping[str, Digest], of_blocks: Mapping[int, str]
@@ -184,6 +186,11 @@ def _summary(header: Header, snapshot: Snapshot, items: Items, surveys: Surveys)
         blocks=[block.summary for block in snapshot.blocks],
         surveys=surveys,
         lowest=tuple(sorted(snapshot.replicated)),
+        row_states={
+            s.shard.table: tuple(sorted(s.shard.optimizer))
+            for s in snapshot.shards
+            if s.place is not None
+        },
     )
 
 
@@ -251,6 +258,14 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
                     f"ranks 0 and {rank} don't save the same checkpoint: {what} is {first} there "
                     f"and {other} here; call save on all ranks at the same step with the same "
                     "arguments"
+                )
+        for table, names in summary.row_states.items():
+            first = summaries[0].row_states.get(table, names)
+            if first != names:
+                raise InvalidPlan(
+                    f"data-parallel table {table!r} has optimizer state {list(first)} on rank 0 "
+                    f"and {list(names)} on rank {rank}, and each rank writes a part of its rows: "
+                    "let the same optimizer step the table on all ranks"
                 )
 
 

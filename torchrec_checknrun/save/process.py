@@ -82,12 +82,19 @@ class WriteProcess:
     Args:
         memory: shared staging memory, which the process maps.
         threads: number of torch threads in the process.
+
+    Raises:
+        SaveFailed: the process can't be started.
     """
 
     def __init__(self, memory: StagingMemory, threads: int = 1) -> None:
         ours, its = socket.socketpair()
-        with its:
-            self._process = start(__name__, its.fileno(), threads, descriptors=(its.fileno(),))
+        try:
+            with its:
+                self._process = start(__name__, its.fileno(), threads, descriptors=(its.fileno(),))
+        except BaseException:
+            ours.close()
+            raise
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
         self._ready = False

@@ -285,14 +285,19 @@ def repeated(codec: Rowwise, rows: torch.Tensor, passes: int) -> tuple[torch.Ten
 def test_ten_passes_are_as_good_as_one(
     seed: int, dim: int, how: tuple[int, str], scale: float, offset: float
 ) -> None:
-    """Bound the error of every row, even with values far from zero and close to each other."""
+    """Bound the error of every row, even with values far from zero and close to each other.
+
+    A block is scaled if some of its rows are too small for fp16; as decoded, they may no longer be.
+    Then scale and bias of all of its rows are rounded anew, to fp16's smallest step.
+    """
     bits, method = how
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal((40, dim)) + offset) * (scale / max(1.0, abs(offset)))
     rows = torch.from_numpy(values.astype(np.float32))
     first, last = repeated(rowwise(bits, method), rows, 10)
-    added = (last.double() - first).norm(dim=1) / rows.double().norm(dim=1).clamp(min=1e-300)
-    assert float(added.max()) <= 1e-3
+    rounding = 0.0 if bits == 8 else 2.0**-25 * 2**bits * dim**0.5
+    bound = 1e-3 * rows.double().norm(dim=1) + rounding
+    assert bool(((last.double() - first).norm(dim=1) <= bound).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -13,88 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    data_parallel,
-    table_wise,
-)
-from torchrec.distributed.types import ShardingPlan
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests.unit.tracked_model import Model, batch
-from torchrec_checknrun import Checkpointer, Consecutive
+from tests.unit.mixed_job import Job
 from torchrec_checknrun.dense.gradients import PendingGradients, has_gradient
-from torchrec_checknrun.errors import SaveDeferred
 
 pytestmark = pytest.mark.usefixtures("group")
-
-
-class Net(nn.Module):
-    """A net of a dense part and tables: ``wide`` is data parallel, ``tall`` and ``split`` fused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sparse = Model()
-        self.out = nn.Linear(32, 1)
-
-    def forward(self, **bags: list[list[int]]) -> torch.Tensor:
-        out: torch.Tensor = self.out(self.sparse(batch(**bags))).square().sum()
-        return out
-
-
-class Job:
-    """A sharded net with its optimizer and a checkpointer."""
-
-    def __init__(self, root: Path, dense: Callable[[Any], torch.optim.Optimizer]) -> None:
-        torch.manual_seed(0)
-        self.root = root
-        net = Net()
-        tables = net.sparse.ebc.embedding_bags
-        for name in ("tall", "split"):
-            apply_optimizer_in_backward(RowWiseAdagrad, tables[name].parameters(), {"lr": 0.5})
-        sharder = EmbeddingBagCollectionSharder()
-        plan = construct_module_sharding_plan(
-            net.sparse.ebc,
-            {"wide": data_parallel(), "tall": table_wise(rank=0), "split": table_wise(rank=0)},
-            sharder=sharder,
-            local_size=1,
-            world_size=1,
-            device_type="cpu",
-        )
-        self.model = DistributedModelParallel(
-            net,
-            device=torch.device("cpu"),
-            plan=ShardingPlan({"sparse.ebc": plan}),
-            sharders=[sharder],
-        )
-        parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.dense = KeyedOptimizerWrapper(parameters, dense)
-        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, ("dense", self.dense)])
-        self.parameters = list(parameters.values())
-        self.saver = Checkpointer(
-            root,
-            model=self.model,
-            state={"optimizer": self.optimizer},
-            policy=Consecutive(),
-            retention=None,
-        )
-
-    def backward(self, factor: float = 1.0) -> None:
-        loss = self.model(a=[[1, 2]], shared=[[3]], b=[[4]])
-        (loss * factor).backward()
-
-    def saves(self) -> bool:
-        self.saver.steps += 1
-        try:
-            self.saver.save()
-        except SaveDeferred:
-            return False
-        return True
 
 
 @pytest.fixture(params=["SGD", "Adagrad"])
@@ -173,6 +96,46 @@ def test_rows_of_a_dropped_gradient_are_saved_if_a_later_step_changes_them(job: 
     for name, parameter in found.model.named_parameters():
         assert torch.equal(parameter, dict(job.model.named_parameters())[name]), name
     found.saver.close()
+
+
+def replace_in_the_model(job: Job) -> tuple[Any, nn.Parameter]:
+    """Replace a parameter whose gradient waits; return the module and the earlier parameter."""
+    out: Any = job.model.module.out
+    earlier = out.weight
+    out.weight = nn.Parameter(torch.ones_like(earlier))
+    return out, earlier
+
+
+def test_a_gradient_of_a_replaced_parameter_does_not_wait(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.backward()
+    replace_in_the_model(job)
+    assert not job.saves()  # other parameters' gradients wait
+    job.model.zero_grad()
+    assert job.saves()
+    assert job.saves()
+    told = [r.getMessage() for r in caplog.records if "is replaced" in r.getMessage()]
+    assert len(told) == 1
+    assert "'out.weight'" in told[0]
+    job.backward()
+    assert not job.saves()
+
+
+def test_a_gradient_waits_while_the_model_has_the_memory_or_gets_the_parameter_back(
+    job: Job,
+) -> None:
+    job.backward()
+    out, earlier = replace_in_the_model(job)
+    job.model.zero_grad()
+    assert job.saves()
+    with torch.no_grad():
+        out.weight = nn.Parameter(earlier.data)  # a step on the earlier one changes this one
+    assert not job.saves()
+    out.weight = earlier
+    assert not job.saves()
+    job.optimizer.step()
+    assert job.saves()
 
 
 class TestHasGradient:

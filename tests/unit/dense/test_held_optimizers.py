@@ -140,3 +140,51 @@ def test_a_refused_state_is_named(tmp_path: Path) -> None:
     refused = pytest.raises(ModelPartlyRestored, match=r"state 'trainer' refused .*Different param")
     with checkpointer(tmp_path, made(torchrec)) as saver, refused:
         saver.restore()
+
+
+def others_told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "is another one" in r.getMessage()]
+
+
+def test_an_optimizer_that_is_no_state_object_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = made(plain)
+    with checkpointer(tmp_path, trainer, optimizer=trainer.parts["optimizer"]) as saver:
+        trainer.train(1)
+        saver.save()
+        assert others_told(caplog) == []
+        trainer.parts["optimizer"] = optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        trainer.parts["optimizer"].step()  # of other parameters
+        saver.save()
+        assert others_told(caplog) == []
+        mine = optim.Adam(trainer.model.parameters(), lr=0.1)
+        for _ in range(2):
+            trainer.model(torch.ones(2, 4)).sum().backward()
+            mine.step()
+            mine.zero_grad()
+            saver.save()
+    (told,) = others_told(caplog)
+    assert "Adam" in told
+    assert "weight" in told
+
+
+@pytest.mark.parametrize("how", ["held", "replaced in the state object", "around"])
+def test_an_optimizer_that_a_state_object_holds_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Tell of no optimizer that is stored, nor of a container of stored ones."""
+    trainer = made(plain)
+    named = dict(trainer.model.named_parameters())
+    dense = KeyedOptimizerWrapper(named, lambda p: optim.Adagrad(p, lr=0.1))
+    with checkpointer(tmp_path, trainer, optimizer=dense) as saver:
+        if how == "replaced in the state object":
+            inner = optim.Adam(named.values(), lr=0.1)
+            dense._optimizer = inner
+            dense.state, dense.param_groups = inner.state, inner.param_groups
+            trainer.parts["optimizer"] = inner
+        elif how == "around":
+            trainer.parts["optimizer"] = CombinedOptimizer([("dense", dense)])
+        trainer.train(1)
+        saver.save()
+    assert others_told(caplog) == []

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from tests.crash.save_sweep import alone
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +118,29 @@ def test_training_goes_on_bit_for_bit(
     assert loaded.average.stride() == trainer.average.stride()
     for one, two in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_state_that_dcp_load_makes_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, made: bool
+) -> None:
+    """Tell of row-major state of a column-major parameter; say nothing where it was there."""
+    model, again = ByColumns(), ByColumns()
+    optimizers = [optim.Adam(each.parameters(), fused=True) for each in (model, again)]
+    for each, optimizer in zip((model, again), optimizers, strict=True):
+        if each is model or made:
+            each(torch.ones(2, 12)).backward()
+            optimizer.step()
+    writer, reader = StorageWriter(tmp_path / "one"), StorageReader(tmp_path / "one")
+    state = {"model": model, "optimizer": optimizers[0]}
+    dcp.save(state, planner=SavePlanner(), storage_writer=writer)
+    state = {"model": again, "optimizer": optimizers[1]}
+    dcp.load(state, planner=LoadPlanner(), storage_reader=reader)
+    told = [r.getMessage() for r in caplog.records if "row-major" in r.getMessage()]
+    assert len(told) == (not made)
+    if made:
+        kept = optimizers[1].state[again.weight]["exp_avg"]
+        assert kept.stride() == again.weight.stride()
+    else:
+        assert "optimizer.state" in told[0]
+        assert "model." in told[0]

@@ -119,6 +119,29 @@ def drop_a_parameter(model: Model, optimizer: Optimizer) -> None:
     del inner(optimizer).state[inner(optimizer).param_groups[-1]["params"].pop()]
 
 
+def replace_the_inner_one(model: Model, optimizer: Optimizer) -> None:
+    """Put another optimizer inside a wrapper, which makes its state at the next step."""
+    if isinstance(optimizer, KeyedOptimizerWrapper):
+        optimizer._optimizer = Adam(model.parameters(), lr=0.5)
+        optimizer.state = optimizer._optimizer.state
+        optimizer.param_groups = optimizer._optimizer.param_groups
+
+
+def replace_the_inner_one_by_a_users(model: Model, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, KeyedOptimizerWrapper):
+        optimizer._optimizer = Counting(model.parameters())
+        optimizer.state = optimizer._optimizer.state
+        optimizer.param_groups = optimizer._optimizer.param_groups
+
+
+def load_the_inner_one(model: Model, optimizer: Optimizer) -> None:
+    """Load an optimizer whose wrapper keeps the earlier dicts."""
+    other = Adam(model.parameters()) if isinstance(inner(optimizer), Adam) else momentum(model)
+    model.step(other)
+    groups = inner(optimizer).state_dict()["param_groups"]
+    inner(optimizer).load_state_dict({**other.state_dict(), "param_groups": groups})
+
+
 CHANGES = [
     nothing,
     take_a_step,
@@ -136,6 +159,9 @@ CHANGES = [
     add_to_a_state,
     load,
     drop_a_parameter,
+    replace_the_inner_one,
+    replace_the_inner_one_by_a_users,
+    load_the_inner_one,
 ]
 
 

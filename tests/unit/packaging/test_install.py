@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.unit.packaging.builds import CSRC, INSTALL, ROOT, clean_environment, run
 from torchrec_checknrun import install
@@ -80,7 +81,8 @@ class TestInstall:
         words = [word for command in made for word in command]
         named = [word for word in words if "torchrec_checknrun" in word and " " not in word]
         assert named == ([f"torchrec_checknrun[{extras}]=={__version__}"] if extras else [])
-        assert {"torchrec==1.8.0", *install.TORCHREC_NEEDS} <= set(words)
+        fits = install.STACKS[install.Stack(torch.__version__, "", "").series].torchrec
+        assert {f"torchrec=={fits}", *install.TORCHREC_NEEDS} <= set(words)
         helped = run(
             *(sys.executable, "-m", "torchrec_checknrun.install", "--help"),
             env=clean_environment(PYTHONPATH=str(site)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import read_manifest
-from torchrec_checknrun.run import compaction, going_on
+from torchrec_checknrun.run import going_on
 from torchrec_checknrun.run.compaction import Copied
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
@@ -305,10 +306,7 @@ def test_closing_ends_the_process(tmp_path: Path, job: Job) -> None:
 def test_a_process_that_cannot_be_started(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(11, "no process, says the test")
-
-    monkeypatch.setattr(compaction, "start", refused)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with checkpointer(tmp_path, job, compact_after=1) as saver:
         saved(job, saver)
         before = saved(job, saver)

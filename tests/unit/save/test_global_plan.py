@@ -133,6 +133,18 @@ class TestGlobalPlan:
         ):
             self.plan(whole, self.summary(), self.summary(**other))
 
+    def test_other_rows_of_state_on_another_rank(self) -> None:
+        """Refuse a table that all ranks hold, and of which each writes a part, but not alike."""
+
+        def half(start: int, *names: str) -> PlanSummary:
+            return self.summary(("t", Rectangle(start, start + 5, 0, 8)), row_states={"t": names})
+
+        self.plan(half(0, "momentum1"), half(5, "momentum1"))
+        with pytest.raises(
+            InvalidPlan, match=r"'t' has optimizer state \['momentum1'\] on rank 0 "
+        ):
+            self.plan(half(0, "momentum1"), half(5))
+
     def test_what_all_have_alike_is_written_once_and_shared_out(self) -> None:
         sizes = {"model": 100, "a": 60, "b": 50, "c": 10, "empty": 0}
         summaries = [self.summary(tables={}, replicated=sizes) for _ in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import torchrec_checknrun
 from recipes.dlrm_criteo.job import is_alive
 from tests.examples import some_of
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.save.isolated_start import import_path
 
 PACKAGE = Path(torchrec_checknrun.__file__).parent
@@ -65,6 +69,19 @@ def test_what_is_looked_for_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", ".", str(tmp_path), "/a", "relative", "/b"])
     assert import_path() == ["/a", "/b", str(tmp_path)]
+
+
+@pytest.mark.parametrize("how", ["not executable", "missing", "embedded"])
+def test_an_interpreter_that_cannot_be_started_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    interpreter = tmp_path / "python"
+    if how == "not executable":
+        interpreter.write_bytes(b"")
+    monkeypatch.setattr(sys, "executable", None if how == "embedded" else str(interpreter))
+    named = "''" if how == "embedded" else repr(str(interpreter))
+    with pytest.raises(SaveFailed, match=f"{re.escape(named)}.*background='thread'"):
+        Checkpointer(tmp_path / "run", model=nn.Linear(2, 2), background="process")
 
 
 PARENT = """
