@@ -37,14 +37,18 @@ from torchrec_checknrun.dense.param_groups import (
     stored_groups,
 )
 from torchrec_checknrun.dense.references import References
-from torchrec_checknrun.dense.state_dicts import present_state, same_objects, state_dict_of
+from torchrec_checknrun.dense.state_dicts import (
+    present_state,
+    same_objects,
+    state_dict_of,
+    stored_with_tables,
+)
 from torchrec_checknrun.dense.tree import (
     Key,
     Node,
     Parameter,
     Parameters,
     all_nodes,
-    fused_keys,
     nodes,
     own_parameters,
     parameters_of,
@@ -53,7 +57,7 @@ from torchrec_checknrun.dense.tree import (
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.values.state import SHARDED, Tree, decode_state, empty_state, tree_items
+from torchrec_checknrun.values.state import Tree, decode_state, empty_state, tree_items
 
 logger = logging.getLogger(__name__)
 
@@ -326,12 +330,7 @@ class DenseOptimizer:
         listed |= {k: v for k, v in present.items() if v is not None}
         state = {key: listed[key] if key in listed else dict(own) for key, own in made.items()}
         left_out = {p.key for p in parameters if p.sharded}
-        if any(map(_is_of_shards, listed.values())):
-            left_out |= {
-                key
-                for key in fused_keys(self.nest, self._is_table)
-                if _is_of_shards(listed.get(key))
-            }
+        left_out |= stored_with_tables(listed, found, self._is_table)
         state = {k: v for k, v in {**state, **listed}.items() if k not in left_out}
         return {**content, "state": state}
 
@@ -392,11 +391,6 @@ def _fixed(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return {name: None if isinstance(v, (list, tuple)) else v for name, v in state.items()}
-
-
-def _is_of_shards(state: object) -> bool:
-    """Return whether a state is nothing but parts of sharded tensors, or empty."""
-    return isinstance(state, dict) and all(isinstance(v, SHARDED) for v in state.values())
 
 
 def _is_shown(state: Mapping[str, Any], shown: References) -> bool:
