@@ -40,7 +40,7 @@ COMPILE = [
 ]
 
 REQUIRES = [
-    "torch>=2.10,<2.15",  # the tensors, the collectives and the distributed checkpoint protocol
+    "torch>=2.9,<2.15",  # the tensors, the collectives and the distributed checkpoint protocol
     "numpy>=1.26,<3",  # arrays in checkpointed state, bytes to and from files
     "fsspec>=2024.6",  # one interface to folders and object stores
     "xxhash>=3.4,<5",  # the checksum of every stored chunk

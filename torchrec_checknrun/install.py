@@ -49,6 +49,7 @@ class Stack(NamedTuple):
 STACKS = {
     stack.series: stack
     for stack in (
+        Stack("2.9.1", "1.4.2", "1.4.0"),
         Stack("2.10.0", "1.5.0", "1.5.1"),
         Stack("2.11.0", "1.6.0", "1.6.1"),
         Stack("2.12.1", "1.7.0", "1.7.0"),
