@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchrec.datasets.utils import Batch
+from torchrec.optim.keyed import CombinedOptimizer
 
 from tests.programs.quickstart import DIM, ROWS, Net
 from tests.programs.training import Training
@@ -138,6 +140,41 @@ class ReplayBuffer(Training):
             batch.dense_features = batch.dense_features + self.replay.sample()
         super().turn(number, batch)
         self.replay.add(number, batch.dense_features / 2)
+
+
+class Tempered(nn.Module):
+    """A team's own module around two sharded models of the same tables' names."""
+
+    def __init__(self, net: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.towers = nn.ModuleDict({"main": net, "other": other})
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        losses = [tower(batch) for tower in self.towers.values()]
+        return self.temperature * torch.stack(losses).sum()
+
+
+class InsideAnother(Training):
+    """A loop over sharded models inside a module, whose optimizers don't know its name for them."""
+
+    def prepare(self) -> None:
+        other = Training()
+        self.model = Tempered(self.model, other.model)
+        self.others = CombinedOptimizer([("rest", other.optimizer)])
+        self.cooling = torch.optim.SGD([self.model.temperature], lr=0.01, momentum=0.9)
+        self.state |= {"others": self.others, "cooling": self.cooling}
+
+    def turn(self, number: int, batch: Batch) -> None:
+        optimizers = (self.optimizer, self.others, self.cooling)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.model(batch).backward()
+        gradient = self.model.temperature.grad
+        assert gradient is not None
+        dist.all_reduce(gradient)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 class Averaged(Training):

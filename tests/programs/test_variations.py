@@ -9,7 +9,7 @@ from tests.programs.resuming import compare, compare_bytes
 from tests.programs.variations import VARIATIONS
 
 OFTEN = {
-    *("WarmUpAndClippingInside", "KernelsLag", "ReplayBuffer"),
+    *("WarmUpAndClippingInside", "KernelsLag", "ReplayBuffer", "InsideAnother"),
 }
 """The variations that each `make test` runs."""
 

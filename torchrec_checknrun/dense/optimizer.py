@@ -8,7 +8,15 @@ last.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +37,12 @@ from torchrec_checknrun.dense.param_groups import (
     stored_groups,
 )
 from torchrec_checknrun.dense.references import References
-from torchrec_checknrun.dense.state_dicts import present_state, same_objects, state_dict_of
+from torchrec_checknrun.dense.state_dicts import (
+    present_state,
+    same_objects,
+    state_dict_of,
+    stored_with_tables,
+)
 from torchrec_checknrun.dense.tree import (
     Key,
     Node,
@@ -68,6 +81,7 @@ class DenseOptimizer:
         state: the outermost optimizer.
         names: the model's parameters.
         sharded: names of the model's tables in fused kernels.
+        is_table: tells whether a fused optimizer's parameter is a table of the model.
         elsewhere: tensors, modules and objects that are stored elsewhere; looked through only if
             an answer depends on them.
         resized: the checkpoint to restore was saved by another number of ranks.
@@ -78,6 +92,7 @@ class DenseOptimizer:
         state: Optimizer,
         names: Mapping[torch.Tensor, str],
         sharded: Collection[str],
+        is_table: Callable[[torch.Tensor], bool],
         elsewhere: Iterable[object],
         resized: bool,
     ) -> None:
@@ -85,7 +100,7 @@ class DenseOptimizer:
         self._elsewhere = elsewhere
         self._resized = resized
         self._names = names
-        self._tables = sharded
+        self._tables, self._is_table = sharded, is_table
         self._parameters = Parameters(state, names, sharded)
         self._changed: set[Key] = set()
         self._kept: set[Key] = set()
@@ -315,6 +330,7 @@ class DenseOptimizer:
         listed |= {k: v for k, v in present.items() if v is not None}
         state = {key: listed[key] if key in listed else dict(own) for key, own in made.items()}
         left_out = {p.key for p in parameters if p.sharded}
+        left_out |= stored_with_tables(listed, found, self._is_table)
         state = {k: v for k, v in {**state, **listed}.items() if k not in left_out}
         return {**content, "state": state}
 

@@ -6,7 +6,7 @@ dense optimizer keeps its state, under other names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,12 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_checknrun.dense.tree import all_nodes, inner_optimizers
+from torchrec_checknrun.dense.tree import (
+    all_nodes,
+    fused_keys,
+    inner_optimizers,
+    names_table,
+)
 
 
 def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
@@ -69,6 +74,31 @@ def left_to_others(states: Mapping[str, object]) -> list[str]:
         for place, inner in inner_optimizers(states[name]).items()
         if isinstance(inner, KeyedOptimizer) and _loses(inner, kept)
     ]
+
+
+def tables_of_others(
+    states: Mapping[str, object],
+    tables: Collection[str],
+    is_table: Callable[[torch.Tensor], bool],
+) -> dict[str, list[str]]:
+    """Find fused optimizers among state objects whose tables are not the model's.
+
+    Args:
+        tables: names of the model's tables: an optimizer from before a reshard has the names, and
+            other memory.
+        is_table: tells whether a fused optimizer's parameter is a table of the model.
+
+    Returns:
+        The keys of such tables, by name of the state.
+    """
+    found = {}
+    for name, state in states.items():
+        nest = all_nodes(state) if isinstance(state, Optimizer) else []
+        ours = set(fused_keys(nest, is_table))
+        others = {*fused_keys(nest, lambda _: True)} - ours
+        if others := {key for key in others if not names_table(key, tables)}:
+            found[name] = sorted(map(str, others))
+    return found
 
 
 def _loses(optimizer: KeyedOptimizer, kept: Collection[int]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import methodcaller
@@ -29,6 +29,7 @@ from torchrec_checknrun.dense.tree import (
     WEIGHT,
     Key,
     Node,
+    fused_keys,
     inner_optimizers,
     names_table,
     parameters_of,
@@ -68,6 +69,26 @@ def state_dict_of(optimizer: Optimizer, tables: Collection[str]) -> Any:
             for parameter, state in part.state.items()
         }
     }
+
+
+def stored_with_tables(
+    state: Mapping[Key, Any], nest: Iterable[Node], is_table: Callable[[torch.Tensor], bool]
+) -> set[Key]:
+    """Return the keys of a state dict's content that are stored with the tables' rows.
+
+    Args:
+        state: content of the state dict, by key.
+        nest: the optimizers in the nest.
+        is_table: tells whether a fused optimizer's parameter is a table of the model.
+    """
+    if not any(map(_is_of_shards, state.values())):
+        return set()
+    return {key for key in fused_keys(nest, is_table) if _is_of_shards(state.get(key))}
+
+
+def _is_of_shards(state: object) -> bool:
+    """Return whether a state is nothing but parts of sharded tensors, or empty."""
+    return isinstance(state, dict) and all(isinstance(v, SHARDED) for v in state.values())
 
 
 def _parts(optimizer: CombinedOptimizer, prefix: str) -> Iterator[tuple[str, KeyedOptimizer]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -227,6 +227,21 @@ def is_fused(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, CombinedOptimizer):
         return all(is_fused(part) for _, part in optimizer.optimizers)
     return isinstance(optimizer, FusedOptimizer)
+
+
+def fused_keys(nest: Iterable[Node], is_table: Callable[[torch.Tensor], bool]) -> Iterator[Key]:
+    """Yield the keys of a model's tables in the outermost state dict.
+
+    Each sharded collection and each DistributedModelParallel names its tables without the modules
+    around it: in a larger model these names are no names of the model.
+
+    Args:
+        nest: from ``all_nodes``.
+        is_table: tells whether a fused optimizer's parameter is a table of the model.
+    """
+    for node in nest:
+        if node.fused and node.keyed is not None:
+            yield from (node.key(name) for name, p in node.keyed.params.items() if is_table(p))
 
 
 def own_parameters(node: Node) -> dict[str, torch.Tensor]:

@@ -240,8 +240,8 @@ def _blocks(
                 continue
             raise UnsupportedState(
                 f"{sharded.name} is not the memory of the table of that name that is tracked: "
-                "track the model that is saved, and save one model at a time (if update_shards "
-                "has resharded the table, make a new optimizer as well)"
+                "track the model that is saved, and save one model at a time, or several as one "
+                "nn.ModuleDict (if update_shards has resharded the table, make a new optimizer)"
             )
         layout = _layout(sharded.value)
         for part in sharded.parts():

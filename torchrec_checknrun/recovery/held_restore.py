@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.memory.generators import set_generators
@@ -51,7 +53,7 @@ class HeldRestore:
         others = {n: state for n, state in target.states.items() if n not in self.optimizers}
         saved = SavedStates(
             _NAME,
-            1,
+            dist.get_world_size() if dist.is_initialized() else 1,
             dict.fromkeys(held.trees, False),
             {name: {None: (name, tree)} for name, (tree, _) in held.trees.items()},
         )

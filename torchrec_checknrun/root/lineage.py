@@ -202,9 +202,15 @@ class Lineage:
         self._converted = True
 
     def holds(self, step: int, widths: Mapping[str, int]) -> bool:
-        """Return whether the last checkpoint is of this step and at least as wide as a new one."""
+        """Return whether the last checkpoint is of this step and at least as wide as a new one.
+
+        That of another lineage was restored in place of a newer one, which a restart would take: a
+        new checkpoint says that the run goes on from here.
+        """
         last = self.previous
-        return last is not None and last.step == step and not self._must_be_full(widths)
+        if last is None or last.lineage != self.id:
+            return False
+        return last.step == step and not self._must_be_full(widths)
 
     def _is_previous(self, manifest: Manifest) -> bool:
         last = self.previous

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.dense.optimizers import left_to_others
+from torchrec_checknrun.dense.optimizers import left_to_others, tables_of_others
+from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.options.agreement import agreed
 from torchrec_checknrun.options.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
@@ -173,10 +174,28 @@ def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:
     tracked = track(model, states.values())
     try:
         refuse_unsharded(model, tracked.tables)
+        _refuse_other_models(states, tracked)
     except BaseException:
         tracked.close()
         raise
     return tracked
+
+
+def _refuse_other_models(states: Mapping[str, Stateful], tracked: TrackedModel) -> None:
+    """Refuse optimizers of tables that are not the model's.
+
+    Rates and step counters are in the tables' kernels, and only the model's are stored.
+
+    Raises:
+        UnsupportedState: names the first such optimizer, a table, and the remedy.
+    """
+    for name, tables in tables_of_others(states, tracked.tables, tracked.dense.is_table).items():
+        raise UnsupportedState(
+            f"state {name!r} holds TorchRec's fused optimizer of {tables[0]}, which is no table of "
+            "the model: its rate and step counter would be lost. Give all models that are trained "
+            'as one, model=nn.ModuleDict({"first": …, "second": …}); after a reshard, give a new '
+            "optimizer"
+        )
 
 
 def _warn_of_optimizers(states: Mapping[str, Stateful]) -> None:

@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 from torch import nn
 
 from tests.crash.save_sweep import alone
+from tests.docs.blocks import blocks_of
 from tests.unit.hydra_config import test_config
 from tests.unit.hydra_config.test_config import made
 from torchrec_checknrun import Retention
@@ -96,3 +97,16 @@ class TestStock:
         found = self.saver(tmp_path)._newest()
         assert found is not None
         assert found.name == "step-100000003"
+
+
+@pytest.mark.usefixtures("recorded")
+def test_an_option_of_ones_own(tmp_path: Path) -> None:
+    """Compose the page's option, and what else the command line may choose in its place."""
+    page = blocks_of("docs/how-to/hydra.md")
+    (text,) = [block.text for block in page if "conf/checkpoint/mine.yaml" in block.text]
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "mine.yaml").write_text(text)
+    saver = made("checkpoint=mine", "checkpoint.root=x")
+    assert saver.arguments["policy"] == "consecutive"
+    assert saver.arguments["quantization"].bits == 8
+    assert made('checkpoint="off"', "checkpoint.root=x", "checkpoint.every_steps=7").steps == 0

@@ -12,7 +12,8 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from tests.distributed.models import Job
-from tests.unit.run.jobs import checkpointer, train
+from tests.distributed.states import gather
+from tests.unit.run.jobs import checkpointer, restored, train
 from torchrec_checknrun.model.kernels import find_kernels
 from torchrec_checknrun.tools.diff import Difference, compare
 
@@ -135,3 +136,15 @@ def test_a_change_is_in_the_next_checkpoint(
     assert wanted.kind == "full"
     assert not is_same(compare(tmp_path, before.id, after.id))
     assert is_same(compare(tmp_path, after.id, wanted.id))
+
+
+def test_a_save_right_after_going_back_is_what_a_restart_takes(tmp_path: Path, job: Job) -> None:
+    with checkpointer(tmp_path, job) as saver:
+        train(job, saver)
+        first, wanted = saver.save(), gather(job)
+        train(job, saver)
+        saver.save()
+        assert saver.restore(first.id) is not None
+        assert not saver.save().unchanged
+        assert saver.save().unchanged
+    assert restored(tmp_path, wanted) == []

@@ -12,7 +12,15 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.distributed.models import Job
+from tests.distributed import references
+from tests.distributed.models import (
+    CollectionSpec,
+    Job,
+    ModelSpec,
+    TableSpec,
+    uniform_plan,
+)
+from tests.distributed.states import gather
 from tests.unit.run.jobs import checkpointer, make_job, train
 from torchrec_checknrun import (
     Checkpointer,
@@ -22,7 +30,7 @@ from torchrec_checknrun import (
     PerRank,
     Quantization,
 )
-from torchrec_checknrun.errors import RootInUse
+from torchrec_checknrun.errors import RootInUse, UnsupportedState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -300,3 +308,39 @@ class TestMissingRoot:
             assert report is not None
             assert report.chain_length == 4
         assert before <= {path.name for path in tmp_path.glob("seq-*")}
+
+
+def of_another_model() -> Job:
+    """Make a job whose tables have names of their own."""
+    spec = ModelSpec((CollectionSpec("teacher", (TableSpec("x", 30, 4, ("f0",)),)),))
+    return Job.build(spec, uniform_plan(spec, "table_wise", 1))
+
+
+def test_an_optimizer_of_another_models_tables_is_refused(tmp_path: Path, job: Job) -> None:
+    other = of_another_model()
+    state = {"optimizer": job.optimizer, "other": other.optimizer, "teacher": other.model}
+    refused = pytest.raises(UnsupportedState, match=r"'other' holds .*teacher.*ModuleDict")
+    with refused:
+        Checkpointer(tmp_path, model=job.model, state=state)
+
+
+def test_both_models_as_one_are_saved_with_their_rates(tmp_path: Path, job: Job) -> None:
+    def begin(job: Job, other: Job) -> Checkpointer:
+        both = nn.ModuleDict({"first": job.model, "second": other.model})
+        state = {"optimizer": job.optimizer, "other": other.optimizer}
+        return Checkpointer(tmp_path, model=both, state=state)
+
+    other = of_another_model()
+    for group in other.model.fused_optimizer.param_groups:
+        group["lr"] = 0.0625
+    job.train()
+    other.train()
+    with begin(job, other) as saver:
+        saver.save()
+    wanted = [gather(job), gather(other)]
+    job, other = make_job(seed=7), of_another_model()
+    with begin(job, other) as saver:
+        saver.restore()
+    for found, saved in zip([gather(job), gather(other)], wanted, strict=True):
+        assert references.differences(found, saved, None) == []
+    assert other.model.fused_optimizer.param_groups[0]["lr"] == 0.0625
