@@ -45,7 +45,8 @@ if attempt < kills:
     dist.barrier()
     if mine:
         kill()
-    dist.barrier()
+    if victim < 0:
+        dist.barrier()  # fails: its agent counts that restart, too
     time.sleep(600)  # until torchrun ends this rank
 counted = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps([attempt, counted]))
