@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,16 @@ MORE_RANKS = [
     (("table_row_wise", 4), ("mixed", 8), ("table_wise", 2)),
     (("data_parallel", 3), ("column_2", 4), ("mixed", 8)),
 ]
+
+
+def test_parts_of_an_optimizer_without_a_key(workers: Workers, tmp_path: Path) -> None:
+    """Give fused and data-parallel tables' optimizers the same key, the empty one; ranks have other
+    numbers of fused ones.
+    """
+    shardings = ["table_wise:1", "row_wise", "data_parallel", "table_wise:1", "table_wise:1"]
+    plan = dict(zip(NAMES, shardings, strict=True))
+    there, back = Layout(plan, 2, 2, prefix=""), replace(layout("row_wise", 2), prefix="")
+    run_chain(workers, tmp_path, SPEC, [there, back])
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def first_state(
     Returns:
         The state by name; empty if the optimizer keeps none; None if the copy can't step.
     """
-    for inner in inner_optimizers(optimizer).values():
+    for _, inner in inner_optimizers(optimizer):
         if inner.state is optimizer.state:
             return first_state(inner, group, parameter)
     for device in (torch.device("meta"), parameter.device):
@@ -176,8 +176,8 @@ class LateStates:
     def __init__(
         self, holder: object, names: Mapping[torch.Tensor, str], sharded: Collection[str]
     ) -> None:
-        inner = inner_optimizers(holder).values()
-        held = [each for each in inner if isinstance(each, KeyedOptimizer)]
+        inner = inner_optimizers(holder)
+        held = [each for _, each in inner if isinstance(each, KeyedOptimizer)]
         self._parameters = [p for each in held for p in Parameters(each, names, sharded)]
         self._made: list[tuple[Any, torch.Tensor]] = []
 

@@ -146,7 +146,7 @@ class PendingGradients:
         if not self._others:
             return
         others, self._others = self._others, {}
-        held = (inner for state in self._states for inner in inner_optimizers(state).values())
+        held = (inner for state in self._states for _, inner in inner_optimizers(state))
         known = self._known | {id(node.optimizer) for inner in held for node in all_nodes(inner)}
         for of in others.values():
             if (optimizer := of()) is None or id(optimizer) in known:

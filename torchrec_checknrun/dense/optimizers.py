@@ -71,7 +71,7 @@ def left_to_others(states: Mapping[str, object]) -> list[str]:
     return [
         f"state {name!r} holds a {type(inner).__name__} in {place}"
         for name in states.keys() - optimizers.keys()
-        for place, inner in inner_optimizers(states[name]).items()
+        for place, inner in inner_optimizers(states[name])
         if isinstance(inner, KeyedOptimizer) and _loses(inner, kept)
     ]
 

@@ -201,7 +201,8 @@ def lay_out(holder: object) -> None:
 
     Fused kernels walk through the memory of a parameter and its state side by side.
     """
-    held = [holder] if isinstance(holder, Optimizer) else inner_optimizers(holder).values()
+    inner = [each for _, each in inner_optimizers(holder)]
+    held = [holder] if isinstance(holder, Optimizer) else inner
     for optimizer in torch_optimizers(held):
         for parameter, state in optimizer.state.items():
             if not isinstance(state, dict) or not isinstance(parameter, torch.Tensor):

@@ -189,20 +189,21 @@ def hidden_optimizers(nest: Sequence[Node]) -> dict[str, Optimizer]:
     return found
 
 
-def inner_optimizers(owner: object) -> dict[str, Optimizer]:
+def inner_optimizers(owner: object) -> list[tuple[str, Optimizer]]:
     """Return the optimizers that an object holds: parts, attributes, items of lists and dicts.
 
     Returns:
-        The optimizers by attribute (``base``, ``parts[0]``) or key in a combined optimizer.
+        Each attribute (``base``, ``parts[0]``), or key in a combined optimizer, with its optimizer.
+        Parts that were given without a key all have the empty one.
     """
     if isinstance(owner, CombinedOptimizer):
-        return dict(owner.optimizers)
+        return list(owner.optimizers)
     found: dict[str, Optimizer] = {}
     for name, value in getattr(owner, "__dict__", {}).items():
         kind = type(value)
         if not (name in _TORCHS or kind in _PLAIN or (kind in _CONTAINERS and not value)):
             found.update(_optimizers_in(value, name))
-    return {name: inner for name, inner in found.items() if inner is not owner}
+    return [(name, inner) for name, inner in found.items() if inner is not owner]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -283,11 +284,11 @@ def _walk(optimizer: Optimizer) -> Iterator[Node]:
         inner = inner_optimizers(optimizer)
         shown: set[str] = set()  # a combined optimizer's parts have prefixes of their own instead
         if not combines:
-            shown = {name for name, each in inner.items() if _shows(optimizer, name, each)}
+            shown = {name for name, each in inner if _shows(optimizer, name, each)}
         steps = not (combines or shown)
         yield Node(optimizer, identity, prefix, keyed, False, steps, bool(inner), hidden)
         # Shown ones first: a shown optimizer may also be inside a hidden one.
-        for name, each in sorted(inner.items(), key=lambda item: item[0] not in shown):
+        for name, each in sorted(inner, key=lambda item: item[0] not in shown):
             if combines:
                 of_part = CombinedOptimizer.prepend_opt_key(name, prefix)
                 yield from walk(each, of_part, None, hidden)
