@@ -33,7 +33,7 @@ def checkpointer(
         policy=POLICIES[policy],
         quantization=Quantization(**quantization, exact_below_rows=100),
         chunk_bytes=3000,
-        compact_after=CompactAfter(links, share=0.5) if links else None,
+        compact_after=CompactAfter(links, share=0.3) if links else None,
     )
 
 
