@@ -138,6 +138,8 @@ def test_stalls_are_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if not spawned and torch.__version__.startswith(("2.11.", "2.12.")):
+        pytest.skip("torch 2.11 and 2.12: dcp.async_save raises a KeyError in its own stager here")
     picture, out = tmp_path / "out.png", tmp_path / "out.json"
     options = ["--rows", "20000", "--intervals", "2", "--patience", "0", "--plot", str(picture)]
     if spawned:
