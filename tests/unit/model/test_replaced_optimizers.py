@@ -195,7 +195,8 @@ def other_parameter(job: Job) -> Callable[[], None]:
 
 def other_memory_of_the_kernel(job: Job) -> Callable[[], None]:
     (shard,) = (s for s in job.saver._target.tracked.shards if s.table == TABLE)
-    weights: Any = shard.kernel_module._emb_module.weights  # type: ignore[attr-defined]
+    kernel: Any = shard.kernel_module
+    weights = kernel._emb_module.weights
     earlier = weights.data
     weights.data = torch.full_like(earlier, 3.0)
 
