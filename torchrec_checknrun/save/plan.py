@@ -45,6 +45,7 @@ class PlanSummary:
         lowest: names of replicated states that are not compared: the lowest rank's is stored.
         digests: digests of the compared replicated states.
         row_states: names of the optimizer state of each table that all ranks hold.
+        replicas: digests of a sample of each of these tables.
     """
 
     header: Header
@@ -60,6 +61,7 @@ class PlanSummary:
     lowest: tuple[str, ...] = ()
     digests: dict[str, Digest] = field(default_factory=dict)
     row_states: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    replicas: dict[str, bytes] = field(default_factory=dict)
 
     def with_digests(
         self, of_items: Mapping[str, Digest], of_blocks: Mapping[int, str]
@@ -168,13 +170,20 @@ def summarize(
 def summarized_later(
     header: Header, snapshot: Snapshot, items: Items, quantization: Quantization
 ) -> Callable[[], PlanSummary]:
-    """Survey the rows that are not copied later, now; return a function that summarizes the
-    snapshot for rank 0 once training goes on.
+    """Survey and sample the rows that are not copied later, now; return a function that summarizes
+    the snapshot for rank 0 once training goes on.
     """
-    return partial(_summary, header, snapshot, items, survey(items.at_cut, quantization))
+    surveys, replicas = survey(items.at_cut, quantization), _replicas(items.at_cut)
+    return partial(_summary, header, snapshot, items, surveys, replicas)
 
 
-def _summary(header: Header, snapshot: Snapshot, items: Items, surveys: Surveys) -> PlanSummary:
+def _summary(
+    header: Header,
+    snapshot: Snapshot,
+    items: Items,
+    surveys: Surveys,
+    replicas: dict[str, bytes],
+) -> PlanSummary:
     return PlanSummary(
         header=header,
         tables=snapshot.tables,
@@ -191,7 +200,12 @@ def _summary(header: Header, snapshot: Snapshot, items: Items, surveys: Surveys)
             for s in snapshot.shards
             if s.place is not None
         },
+        replicas=replicas | _replicas(items.copied_later),
     )
+
+
+def _replicas(shards: Iterable[ShardSnapshot]) -> dict[str, bytes]:
+    return {s.shard.table: s.replica.digest() for s in shards if s.replica is not None}
 
 
 @gc_paused()
@@ -217,6 +231,7 @@ def make_global_plan(
     _check_agreement(summaries)
     again = _check_coverage(summaries)
     differing = differences.differing(_held(summaries))
+    differences.warn_of_replicas([summary.replicas for summary in summaries])
     writers = _assign_writers(summaries, differing | set(first.lowest))
     surveys = [summary.surveys for summary in summaries if summary.surveys]
     settled = settle(surveys) if surveys else {}

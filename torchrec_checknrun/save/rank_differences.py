@@ -1,7 +1,8 @@
 """Differences between ranks in replicated state, of which only one content can be stored.
 
 Differing state objects are an error, unless declared; of a model's differing buffers and
-parameters, and of values that optimizers' wrappers hold, the lowest rank's are stored.
+parameters, and of values that optimizers' wrappers hold, the lowest rank's are stored. Of
+data-parallel tables each rank stores its share, whose differences are told.
 """
 
 from __future__ import annotations
@@ -88,6 +89,32 @@ class RankDifferences:
                 listed(list(differing)),
             )
         return chosen
+
+    def warn_of_replicas(self, of_ranks: Sequence[Mapping[str, bytes]]) -> None:
+        """Warn once of each data-parallel table whose rows differ between ranks.
+
+        Args:
+            of_ranks: by rank, the digest of a sample of each table.
+        """
+        apart: dict[str, None] = {}
+        ranks: set[int] = set()
+        first, *others = of_ranks
+        for rank, digests in enumerate(others, 1):
+            for table in digests.keys() & first.keys() - self.told:
+                if digests[table] != first[table]:
+                    apart[table] = None
+                    ranks.add(rank)
+        if not apart:
+            return
+        self.told.update(apart)
+        logger.warning(
+            "data-parallel tables %s hold other rows on rank 0 than on %s: each rank's share of "
+            "the rows is stored, and restored on all ranks, a mixture that no rank has trained. "
+            "Give all ranks the same rows before training, and let DistributedModelParallel wrap "
+            "the tables (init_data_parallel=True), so that gradients are averaged",
+            listed(sorted(apart)),
+            ranks_text(sorted(ranks)),
+        )
 
     def _warn(self, name: str, held: Held) -> None:
         """Warn once of a model's differing parameters; buffers may differ."""

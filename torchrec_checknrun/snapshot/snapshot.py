@@ -34,6 +34,7 @@ from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.snapshot.late_copies import LateCopies, Span, stepped_memory
+from torchrec_checknrun.snapshot.replica_sample import ReplicaSample
 from torchrec_checknrun.values.state import Tree
 
 
@@ -53,6 +54,7 @@ class ShardSnapshot:
         copies: the rows as of the cut if they are copied on write.
         later: whether the rows are copied after training goes on, on write or whole.
         place: of a table that all ranks have, the half-open range of rows that is this rank's part.
+        replica: a sample of such a table's rows, which should be the same on all ranks.
         bind: makes the codec that encodes this shard's rows of the table's; None: the table's does.
     """
 
@@ -61,6 +63,7 @@ class ShardSnapshot:
     copies: ShardCopies | None = None
     later = False
     place: tuple[int, int] | None = None
+    replica: ReplicaSample | None = None
     bind: Callable[[Codec], Codec] | None = None
 
     def __init__(self, shard: LocalShard, modified: RowSet | Callable[[], RowSet] | None) -> None:
@@ -88,10 +91,13 @@ class ShardSnapshot:
         assert self.tracked is not None
         live, self.shard = self.tensors, self.shard.empty_like()
         self.later, self.tensors = True, self.shard.tensors
+        own = self.tensors
+        if self.replica is not None:
+            live, own = [*live, *self.replica.live], [*own, *self.replica.keep()]
         if late is not None and not any(tensor.is_inference() for tensor in live):
-            late.add_table(self.tracked.writes, live, self.tensors)
+            late.add_table(self.tracked.writes, live, own)
             return
-        for source, target in zip(live, self.tensors, strict=True):
+        for source, target in zip(live, own, strict=True):
             target.copy_(source)
 
     def own_rows(self) -> torch.Tensor | None:
@@ -341,14 +347,16 @@ def _own_part(shard: TrackedShard, cut: Cut, since: Consumer | None) -> ShardSna
     modified: Callable[[], RowSet] | None = None
     if selected is not None:
         modified = partial(union, selected, local.rectangle.rows)
-    place = None
+    place = replica = None
     if local.replicated and dist.is_initialized():
         start, stop = own_range(local)
+        replica = ReplicaSample(local) if dist.get_world_size() > 1 else None
         local, place = local.part(start, stop), (start, stop)
         if modified is not None:
             modified = partial(_part, modified, start, stop)
     snapshot = ShardSnapshot(local, modified)
-    snapshot.tracked, snapshot.selected, snapshot.place = shard, selected, place
+    snapshot.tracked, snapshot.selected = shard, selected
+    snapshot.place, snapshot.replica = place, replica
     return snapshot
 
 
