@@ -12,6 +12,7 @@ import torch
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from tests.distributed.dense_jobs import (
+    APART,
     MIXED,
     ROWS,
     checkpointer,
@@ -73,17 +74,26 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def held(layout: dict[str, Any], dense: str, holder: str, seed: int = 0) -> LayoutJob:
-    job = make(layout, dense, "combined", seed=seed)
+def held(
+    layout: dict[str, Any],
+    dense: str,
+    holder: str,
+    seed: int = 0,
+    wrapper: str = "combined",
+    fused: str = "adagrad",
+) -> LayoutJob:
+    job = make(layout, dense, wrapper, seed, fused)
     return replace(job, optimizer=HOLDERS[holder](job.optimizer))
 
 
-def resumes(root: str, layout: dict[str, Any], dense: str, holder: str, trained: int) -> list[str]:
-    job = held(layout, dense, holder)
+def resumes(
+    root: str, layout: dict[str, Any], dense: str, holder: str, trained: int, **options: Any
+) -> list[str]:
+    job = held(layout, dense, holder, **options)
     with checkpointer(root, job) as saver:
         job.train(trained)
         save(saver)
-    again = held(layout, dense, holder, seed=9)
+    again = held(layout, dense, holder, seed=9, **options)
     with checkpointer(root, again) as saver:
         assert saver.restore() is not None
     for either in (job, again):
@@ -106,6 +116,23 @@ def test_the_run_goes_on(
 ) -> None:
     arguments = {"layout": layout, "dense": dense, "holder": holder, "trained": trained}
     for problems in workers(2).run(resumes, root=str(tmp_path), **arguments):
+        assert problems == []
+
+
+@pytest.mark.parametrize("layout", [APART, ROWS])
+@pytest.mark.parametrize("holder", ["trainer", "nested"])
+def test_fused_optimizers_without_state(
+    workers: Workers, tmp_path: Path, layout: Any, holder: str
+) -> None:
+    arguments: dict[str, Any] = {"layout": layout, "dense": "adam", "holder": holder, "trained": 2}
+    for problems in workers(2).run(resumes, root=str(tmp_path), fused="sgd", **arguments):
+        assert problems == []
+
+
+@pytest.mark.parametrize("holder", ["trainer", "nested"])
+def test_counters_of_a_warm_up(workers: Workers, tmp_path: Path, holder: str) -> None:
+    arguments: dict[str, Any] = {"layout": ROWS, "dense": "adam", "holder": holder, "trained": 2}
+    for problems in workers(2).run(resumes, root=str(tmp_path), wrapper="warm_up", **arguments):
         assert problems == []
 
 

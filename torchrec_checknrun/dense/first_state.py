@@ -15,9 +15,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_checknrun.dense.tree import HOOKS, Parameters, inner_optimizers, parameters_of
+from torchrec_checknrun.dense.tree import (
+    HOOKS,
+    Key,
+    Parameters,
+    inner_optimizers,
+    nodes,
+    own_parameters,
+    parameters_of,
+)
 from torchrec_checknrun.placements import laid_out_as, zeros_placed_as
-from torchrec_checknrun.values.state import Tree, tree_items, tree_values
+from torchrec_checknrun.values.state import TORCH_DTYPES, Tree, tree_items, tree_values
 
 _DEVICE_STEP = ("capturable", "fused")
 """Options that place an optimizer's step counter on the parameter's device, not on the CPU."""
@@ -179,6 +187,13 @@ class LateStates:
         inner = inner_optimizers(holder)
         held = [each for _, each in inner if isinstance(each, KeyedOptimizer)]
         self._parameters = [p for each in held for p in Parameters(each, names, sharded)]
+        self._own: list[tuple[Key, Any, torch.Tensor]] = [
+            (node.key(name), node.optimizer.state, parameter)
+            for each in held
+            for node in nodes(each)
+            if not node.fused
+            for name, parameter in own_parameters(node).items()
+        ]
         self._made: list[tuple[Any, torch.Tensor]] = []
 
     def make(self, tree: Tree) -> bool:
@@ -186,7 +201,12 @@ class LateStates:
         return whether there were any.
         """
         missing = [p for p in self._parameters if not p.sharded and p.state is None]
-        saved = set(_keys_of_dicts(tree)) if missing else set()
+        of_wrappers = [each for each in self._own if each[2] not in each[1]]
+        saved = dict(_dicts(tree)) if missing or of_wrappers else {}
+        for key, states, own in of_wrappers:
+            if key in saved:
+                states[own] = {str(name): _blank(node) for name, node in saved[key].items()}
+                self._made.append((states, own))
         for parameter in missing:
             if parameter.key in saved:
                 made = first_state(parameter.optimizer, parameter.group, parameter.parameter)
@@ -202,11 +222,16 @@ class LateStates:
         self._made = []
 
 
-def _keys_of_dicts(tree: Tree | None) -> Iterator[str | int]:
-    """Yield the keys, at any depth, under which a tree has a dict with content."""
+def _dicts(tree: Tree | None) -> Iterator[tuple[str | int, dict[str | int, Tree]]]:
+    """Yield the dicts with content in a tree, at any depth, each with its key."""
     for key, node in tree_items(tree).items():
-        if tree_items(node):
-            yield key
-        yield from _keys_of_dicts(node)
+        if items := tree_items(node):
+            yield key, items
+        yield from _dicts(node)
     for node in tree_values(tree):
-        yield from _keys_of_dicts(node)
+        yield from _dicts(node)
+
+
+def _blank(node: Tree) -> torch.Tensor | None:
+    """Return a tensor to load a stored one into; None for any other value."""
+    return torch.zeros(node["shape"], dtype=TORCH_DTYPES[node["dtype"]]) if "x" in node else None

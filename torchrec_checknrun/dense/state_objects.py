@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.placements import laid_out_as
-from torchrec_checknrun.values.state import Tree, never, tree_items
+from torchrec_checknrun.values.state import Tree, tree_items
 
 Covered = Callable[[object], bool]
 """Returns whether a leaf is restored in place, or whether a key belongs to a table."""
@@ -109,8 +110,8 @@ class StateObjects:
                 for key, live in current.items()
                 if key in saved or key in misfits
             }
-        by_table = of_table if isinstance(state, Optimizer) else never
-        return _with_live(current, saved, kept, covered, by_table)
+        live = _Live(kept, covered, of_table, isinstance(state, Optimizer))
+        return live.merged(current, saved)
 
     def _refuses_nothing(self, name: str, current: object) -> str | None:
         """Load an empty state into a copy of an object whose state is not empty.
@@ -137,55 +138,74 @@ class StateObjects:
         return None
 
 
-def _with_live(current: Any, saved: Any, kept: Kept, covered: Covered, of_table: Covered) -> Any:
-    """Return the saved content with the live leaves that were restored in place.
+@dataclass(frozen=True)
+class _Live:
+    """A merge of saved content with the live leaves that are restored in place.
 
-    Dicts keep the live ones' types, tensors the live ones' devices and order in memory.
+    Attributes:
+        kept, covered, of_table: as for ``StateObjects.content``.
+        by_table: whether keys of a table on one side only keep their live content.
     """
-    if kept(current, saved):
-        return current
-    if isinstance(saved, Tensor):
-        if isinstance(current, Tensor) and not covered(current):
-            return laid_out_as(saved.to(current.device), current)
-        return saved
-    if not isinstance(saved, dict):
-        if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):
-            pairs = zip_longest(saved, current[: len(saved)])
-            return type(saved)(_with_live(live, s, kept, covered, of_table) for s, live in pairs)
-        return saved
-    if not isinstance(current, dict):
-        return saved
-    content = {
-        key: _with_live(current.get(key), value, kept, covered, of_table)
-        for key, value in saved.items()
-        if key in current or not of_table(key)
-    }
-    for key, value in current.items():
-        if key in content and not covered(value):
-            continue
-        live = value if of_table(key) else _live_part(value, covered)
-        if live is not _MISSING:
-            content[key] = live
-    if type(current) is dict:
-        return content
-    try:
-        like = copy.copy(current)  # keeps a module's versions, a counter's type …
-        like.clear()
-        like.update(content)
-    except Exception:
-        return content
-    return like
 
+    kept: Kept
+    covered: Covered
+    of_table: Covered
+    by_table: bool
 
-def _live_part(value: Any, covered: Covered) -> Any:
-    """Return the part of a live value that is restored in place; ``_MISSING`` if none is."""
-    if covered(value):
-        return value
-    if isinstance(value, dict):
-        parts = {key: _live_part(item, covered) for key, item in value.items()}
-        kept = {key: part for key, part in parts.items() if part is not _MISSING}
-        return kept or _MISSING
-    return _MISSING
+    def merged(self, current: Any, saved: Any) -> Any:
+        """Return the saved content with the live leaves.
+
+        Dicts keep the live ones' types, tensors the live ones' devices and order in memory.
+        """
+        if self.kept(current, saved):
+            return current
+        if isinstance(saved, Tensor):
+            if isinstance(current, Tensor) and not self.covered(current):
+                return laid_out_as(saved.to(current.device), current)
+            return saved
+        if not isinstance(saved, dict):
+            if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):
+                pairs = zip_longest(saved, current[: len(saved)])
+                return type(saved)(self.merged(live, item) for item, live in pairs)
+            return saved
+        if not isinstance(current, dict):
+            return saved
+        content = {
+            key: self.merged(current.get(key), value)
+            for key, value in saved.items()
+            if key in current or not (self.by_table and self.of_table(key))
+        }
+        for key, value in current.items():
+            if key in content and not self.covered(value):
+                continue
+            live = value if self.by_table and self.of_table(key) else self._part(key, value)
+            if live is not _MISSING:
+                content[key] = live
+        if type(current) is dict:
+            return content
+        try:
+            like = copy.copy(current)  # keeps a module's versions, a counter's type …
+            like.clear()
+            like.update(content)
+        except Exception:
+            return content
+        return like
+
+    def _part(self, key: object, value: Any) -> Any:
+        """Return the part of a live value that is restored in place; ``_MISSING`` if none is.
+
+        An empty dict under a table's key is such a part: no checkpoint holds it, and it is what a
+        fused SGD shows for each table of this rank.
+        """
+        if self.covered(value):
+            return value
+        if isinstance(value, dict):
+            if not value and self.of_table(key):
+                return value
+            parts = {inner: self._part(inner, item) for inner, item in value.items()}
+            kept = {inner: part for inner, part in parts.items() if part is not _MISSING}
+            return kept or _MISSING
+        return _MISSING
 
 
 def _misfits(
