@@ -5,7 +5,8 @@ gradient accumulation, or a gradient scaler that skips a step, a checkpoint woul
 gradients accumulated so far, though their samples count as trained. So a checkpoint is postponed
 until no gradient waits.
 
-The same hooks show whether another optimizer steps the parameters, whose state no checkpoint has.
+The same hooks show whether another optimizer steps these parameters, or others of the model, whose
+state no checkpoint has.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 Named = Iterable[tuple[str, torch.Tensor]]
 """A model's parameters, each with its name."""
+_MOST_NAMES = 3
 
 
 class PendingGradients:
@@ -142,28 +144,48 @@ class PendingGradients:
         self._waiting -= stepped
 
     def _warn_of_others(self) -> None:
-        """Warn of optimizers that step the known ones' parameters and are not saved."""
+        """Warn, once of each kind, of optimizers that are not saved and step what is: parameters of
+        known optimizers, or of the model.
+        """
         if not self._others:
             return
         others, self._others = self._others, {}
         held = (inner for state in self._states for _, inner in inner_optimizers(state))
         known = self._known | {id(node.optimizer) for inner in held for node in all_nodes(inner)}
+        stepped: dict[str, dict[int, torch.Tensor]] = {}
         for of in others.values():
-            if (optimizer := of()) is None or id(optimizer) in known:
-                continue
-            kind = type(optimizer).__name__
-            shared = [p for p in parameters_of(optimizer) if id(p) in self._watched]
-            if not shared or kind in self._told:
-                continue
-            self._told.add(kind)
-            logger.warning(
-                "an optimizer %s steps parameters (%s) whose optimizer among the state objects is "
-                "another one: checkpoints hold that one's state, and none of the %s. Give this one "
-                "to the Checkpointer, or put it in the other's place inside the state object",
-                kind,
-                ", ".join(sorted(self._names.get(id(p), "unnamed") for p in shared)[:3]),
-                kind,
-            )
+            if (optimizer := of()) is not None and id(optimizer) not in known:
+                own = stepped.setdefault(type(optimizer).__name__, {})
+                own.update((id(p), p) for p in parameters_of(optimizer))
+        for kind in stepped.keys() - self._told:
+            if shared := stepped[kind].keys() & self._watched.keys():
+                self._told.add(kind)
+                logger.warning(
+                    "an optimizer %s steps parameters (%s) whose optimizer among the state objects "
+                    "is another one: checkpoints hold that one's state, and none of the %s. Give "
+                    "this one to the Checkpointer, or put it in the other's place inside the state "
+                    "object",
+                    kind,
+                    _first(self._names.get(key, "unnamed") for key in shared),
+                    kind,
+                )
+            elif names := [name for name, p in self._named() if id(p) in stepped[kind]]:
+                self._told.add(kind)
+                logger.warning(
+                    "an optimizer %s steps parameters of the model (%s) and is not among the state "
+                    "objects: unless one of these saves it, a restored run goes on with a new "
+                    'one\'s state. Give it to the Checkpointer: state={"optimizer": …}. Optimizers '
+                    "applied in backward are in each parameter's _in_backward_optimizers; each "
+                    "needs a name of its own",
+                    kind,
+                    _first(names),
+                )
+
+
+def _first(names: Iterable[str]) -> str:
+    """List the first names in the order of the alphabet."""
+    found = sorted(names)
+    return ", ".join(found[:_MOST_NAMES] + ["…"] * (len(found) > _MOST_NAMES))
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:
