@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from torchrec_checknrun.errors import CorruptCheckpoint
@@ -93,12 +93,14 @@ def announced(root: Folder, id: str, large: bool) -> Iterator[Announcement | Non
             announcement.close()
 
 
-def held_by_followers(root: Folder, ids: Collection[str]) -> set[str]:
+def held_by_followers(root: Folder, numbers: Mapping[str, int]) -> set[str]:
     """Return the checkpoints that followers are reading, the newest few.
 
     Args:
-        ids: of all checkpoints, of which the newest one's time counts as now.
+        numbers: the sequence numbers of all checkpoints, by id; the newest one's time counts as
+            now.
     """
+    newest_first = sorted(numbers, key=lambda id: (numbers[id], id), reverse=True)
     folder = root / FOLDER
     found: dict[str, float] = {}
     newest: float | None = None
@@ -108,18 +110,18 @@ def held_by_followers(root: Folder, ids: Collection[str]) -> set[str]:
             reading = _read(folder, name)
             if when is None or reading is None or reading.renewals > MOST_RENEWALS:
                 continue
-            if reading.id in ids:
+            if reading.id in numbers:
                 found[reading.id] = max(when, found.get(reading.id, when))
         if found:
-            newest = (root / max(ids)).modified(MANIFEST_NAME)
+            newest = (root / newest_first[0]).modified(MANIFEST_NAME)
     except (OSError, CorruptCheckpoint) as error:
         logger.info("%s can't be read: no checkpoint is held for followers: %s", folder, error)
         return set()
     if newest is None:
         newest = max(found.values(), default=0.0)
     # Not by the records' times: that of a clock that is ahead would outdate all others.
-    fresh = [id for id, when in found.items() if newest - when <= HOLD_SECONDS]
-    return set(sorted(fresh, reverse=True)[:MOST_HELD])
+    fresh = {id for id, when in found.items() if newest - when <= HOLD_SECONDS}
+    return set([id for id in newest_first if id in fresh][:MOST_HELD])
 
 
 def _read(folder: Folder, name: str) -> Reading | None:

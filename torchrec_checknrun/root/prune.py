@@ -163,7 +163,7 @@ def _plan(
     used |= {id.name for id in listing.ids.values() if id.is_copy and id.sequence in in_use[1]}
     if claim is not None and (own is not None or others_live):
         used |= {*claim.uses, *_committed_last(claim, found)}
-    used |= held_by_followers(root, [manifest.id for manifest in found])
+    used |= held_by_followers(root, {manifest.id: manifest.sequence for manifest in found})
     plan = _decide(root, retention, listing, found, known, used, by_person=own is None)
     if not others_live:
         unknown = sorted(listing.ids.keys() - plan.found.keys())

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.small_roots import put
 from torchrec_checknrun import Retention
+from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root import followers
 from torchrec_checknrun.root.followers import (
@@ -35,6 +36,10 @@ def records(root: Path) -> list[Path]:
     return sorted((root / FOLDER).iterdir())
 
 
+def numbers(*manifests: Manifest) -> dict[str, int]:
+    return {manifest.id: manifest.sequence for manifest in manifests}
+
+
 def test_what_is_read_stays(tmp_path: Path) -> None:
     root = Folder(tmp_path)
     full = put(root, 1)
@@ -52,9 +57,9 @@ def test_a_silent_follower_holds_nothing_for_long(tmp_path: Path) -> None:
     Announcement(root, old.id)
     (record,) = records(tmp_path)
     shift(record, -HOLD_SECONDS + 30)
-    assert held_by_followers(root, [old.id, new.id]) == {old.id}
+    assert held_by_followers(root, numbers(old, new)) == {old.id}
     shift(tmp_path / new.id / MANIFEST_NAME, 60)
-    assert held_by_followers(root, [old.id, new.id]) == set()
+    assert held_by_followers(root, numbers(old, new)) == set()
 
 
 def test_a_clock_that_is_ahead_outdates_no_other(tmp_path: Path) -> None:
@@ -64,7 +69,7 @@ def test_a_clock_that_is_ahead_outdates_no_other(tmp_path: Path) -> None:
     (record,) = records(tmp_path)
     shift(record, 86_400)
     Announcement(root, old.id)
-    assert held_by_followers(root, [ahead.id, old.id, new.id]) == {ahead.id, old.id}
+    assert held_by_followers(root, numbers(ahead, old, new)) == {ahead.id, old.id}
 
 
 class Clock(SimpleNamespace):
@@ -105,12 +110,17 @@ def test_a_follower_that_never_ends(
     assert set(prune(root, Retention(keep=1)).verdict.delete) == {old.id}
 
 
-def test_many_followers_hold_the_newest_few(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [1, 999_997])
+def test_many_followers_hold_the_newest_few(tmp_path: Path, first: int) -> None:
+    """Hold the newest ones also where their numbers get another digit."""
     root = Folder(tmp_path)
-    ids = [put(root, number).id for number in range(1, 7)]
-    for id in ids:
-        Announcement(root, id)
-    assert held_by_followers(root, ids) == set(ids[-MOST_HELD:])
+    all = [put(root, number) for number in range(first, first + 6)]
+    for each in all:
+        Announcement(root, each.id)
+        shift(tmp_path / each.id / MANIFEST_NAME, each.sequence - first)
+    assert held_by_followers(root, numbers(*all)) == {each.id for each in all[-MOST_HELD:]}
+    shift(tmp_path / all[-1].id / MANIFEST_NAME, 2 * HOLD_SECONDS)
+    assert held_by_followers(root, numbers(*all)) == set()
 
 
 def test_damaged_records_hold_nothing(tmp_path: Path) -> None:
@@ -119,8 +129,8 @@ def test_damaged_records_hold_nothing(tmp_path: Path) -> None:
     Announcement(root, old.id)
     (record,) = records(tmp_path)
     record.write_bytes(record.read_bytes()[:-3])
-    assert held_by_followers(root, [old.id]) == set()
-    assert held_by_followers(root / "none", [old.id]) == set()
+    assert held_by_followers(root, numbers(old)) == set()
+    assert held_by_followers(root / "none", numbers(old)) == set()
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "huge"])
@@ -135,7 +145,7 @@ def test_what_is_no_record_hides_no_other(tmp_path: Path, kind: str) -> None:
         other.symlink_to(other)
     else:
         other.write_bytes(bytes(1 << 20))
-    assert held_by_followers(root, [old.id]) == {old.id}
+    assert held_by_followers(root, numbers(old)) == {old.id}
 
 
 def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
