@@ -59,21 +59,24 @@ class DenseOptimizers:
         return iter(self._found)
 
 
-def left_to_others(states: Mapping[str, object]) -> list[str]:
+def left_to_others(states: Mapping[str, object]) -> dict[str, bool]:
     """Describe TorchRec's optimizers inside state objects that are no optimizers themselves.
 
     Such an object stores an optimizer by TorchRec's state dict, which leaves out rates and what
     wrappers hold. Left out here are optimizers that are, or are part of, a state object as well,
     and fused ones, whose rates go with the tables.
+
+    Returns:
+        By description, whether the state dict leaves out parameters' state as well; see ``_hides``.
     """
     optimizers = {name: state for name, state in states.items() if isinstance(state, Optimizer)}
     kept = {id(node.optimizer) for state in optimizers.values() for node in all_nodes(state)}
-    return [
-        f"state {name!r} holds a {type(inner).__name__} in {place}"
+    return {
+        f"state {name!r} holds a {type(inner).__name__} in {place}": _hides(inner)
         for name in states.keys() - optimizers.keys()
         for place, inner in inner_optimizers(states[name])
         if isinstance(inner, KeyedOptimizer) and _loses(inner, kept)
-    ]
+    }
 
 
 def tables_of_others(
@@ -107,6 +110,25 @@ def _loses(optimizer: KeyedOptimizer, kept: Collection[int]) -> bool:
         not (node.fused or isinstance(node.optimizer, CombinedOptimizer))
         and id(node.optimizer) not in kept
         for node in all_nodes(optimizer)
+    )
+
+
+def _hides(optimizer: KeyedOptimizer) -> bool:
+    """Return whether a combined optimizer has a wrapper around another combined one as a part.
+
+    That wrapper keeps the state of the time when it was made, and TorchRec saves it.
+    """
+    parts = (
+        part
+        for node in all_nodes(optimizer)
+        if isinstance(node.optimizer, CombinedOptimizer)
+        for _, part in node.optimizer.optimizers
+    )
+    return any(
+        isinstance(node.optimizer, CombinedOptimizer) and not node.fused
+        for part in parts
+        if not isinstance(part, CombinedOptimizer)
+        for node in all_nodes(part)
     )
 
 

@@ -103,6 +103,21 @@ def test_rates_that_would_be_lost_are_told(
     assert 'state={"optimizer": ' in line
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_moments_that_would_be_lost_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, deep: bool
+) -> None:
+    """TorchRec's wrapper around a combined optimizer shows the state of the time it was made."""
+
+    def nested(model: nn.Module) -> CombinedOptimizer:
+        inner = torchrec(model, optim.Adam)
+        return CombinedOptimizer([("all", warm(inner) if deep else inner)])
+
+    with caplog.at_level(logging.WARNING), checkpointer(tmp_path, made(nested)):
+        (line,) = told(caplog)
+    assert ("Adam's moments" in line) == deep
+
+
 def test_given_as_well_all_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer, again = made(torchrec, whole=False), made(torchrec, seed=1, whole=False)
     trainer.train(5)
