@@ -203,8 +203,8 @@ def _warn_of_optimizers(states: Mapping[str, Stateful]) -> None:
     for found, hides in sorted(left_to_others(states).items()):
         logger.warning(
             "%s: TorchRec's state dict leaves out learning rates and the counters of warm-ups%s, "
-            'and they would be lost: give the optimizer itself as well, state={"optimizer": …}, and '
-            "leave it out of the object's own state_dict()",
+            'and they would be lost: give the optimizer itself as well, state={"optimizer": …}, '
+            "and leave it out of the object's own state_dict()",
             found,
             " and, of combined optimizers inside a wrapper, the parameters' state (Adam's moments)"
             if hides
