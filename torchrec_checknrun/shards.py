@@ -118,6 +118,8 @@ class LocalShard:
         optimizer: fused optimizer state by TorchRec's name (``momentum1``, ``exp_avg_sq`` …), each
             ``(rows,)`` (row-wise) or ``(rows, cols)`` (pointwise), views as well.
         replicated: every rank holds the whole table (data parallel).
+        averaged: ranks of other sharding groups hold the same rectangle, and average it with this
+            one from time to time (two-dimensional parallelism).
         name: the table with the rectangle.
     """
 
@@ -127,6 +129,7 @@ class LocalShard:
     weight: torch.Tensor
     optimizer: Mapping[str, torch.Tensor]
     replicated: bool = False
+    averaged: bool = False
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +168,7 @@ class LocalShard:
                 for name, state in self.optimizer.items()
             },
             replicated=self.replicated,
+            averaged=self.averaged,
         )
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:

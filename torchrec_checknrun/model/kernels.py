@@ -29,6 +29,7 @@ from torchrec.distributed.batched_embedding_kernel import (
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv2D
 
 from torchrec_checknrun.dense.optimizers import DenseOptimizers, row_states, state_of
 from torchrec_checknrun.errors import UnsupportedTable
@@ -288,6 +289,7 @@ def _kernel(module: Any, prefix: str, collection: Any, optimizers: DenseOptimize
             "kernel 'fused', 'fused_uvm' or 'fused_uvm_caching', which needs a fused optimizer "
             "(apply_optimizer_in_backward; for frozen tables torch.optim.SGD with lr 0)"
         )
+    averaged = _is_averaged(collection, prefix)
     tbe = module._emb_module
     weights = module.split_embedding_weights()
     states = _optimizer_states(tbe, weights, optimizers)
@@ -307,6 +309,7 @@ def _kernel(module: Any, prefix: str, collection: Any, optimizers: DenseOptimize
                 weight=weight.detach(),
                 optimizer=state,
                 replicated=data_parallel,
+                averaged=averaged and not data_parallel,
             )
         )
     return Kernel(
@@ -318,6 +321,24 @@ def _kernel(module: Any, prefix: str, collection: Any, optimizers: DenseOptimize
         optimizers=optimizers,
         parameters=partial(_parameters, collection, names) if data_parallel else list,
     )
+
+
+def _is_averaged(collection: Any, prefix: str) -> bool:
+    """Return whether a collection's tables have replicas in other sharding groups.
+
+    Raises:
+        UnsupportedTable: these share out the memory of the tables among them.
+    """
+    env = getattr(collection, "_env", None)
+    if not isinstance(env, ShardingEnv2D):
+        return False
+    strategy = getattr(getattr(env, "sharding_strategy", None), "name", "DEFAULT")
+    if strategy == "FULLY_SHARDED":
+        raise UnsupportedTable(
+            f"the tables of {prefix.removesuffix('.')} are fully sharded (DMPCollection), so that "
+            "their memory comes and goes within a step: use ShardingStrategy.DEFAULT or PER_MODULE"
+        )
+    return True
 
 
 def _parameters(collection: Any, names: list[str]) -> list[torch.Tensor]:

@@ -87,7 +87,7 @@ class Assembly:
             states = options.states
             # A table may be unsupported on one rank only: the rank that holds it.
             tracked = agreed(ranks, lambda: _track(options.model, states), _tables)
-            options = _within_memory(options, tracked, ranks)
+            options = _storable(options, tracked, ranks)
             target = _target(options, tracked)
             background = _background(options, target, ranks, background_ranks)
             _warn_of_optimizers(states)
@@ -150,8 +150,10 @@ class Assembly:
         return results[0]
 
 
-def _within_memory(options: Options, tracked: TrackedModel, ranks: Ranks) -> Options:
-    """Have tables stored alone whose references don't fit into some rank's memory; a collective."""
+def _storable(options: Options, tracked: TrackedModel, ranks: Ranks) -> Options:
+    """Have tables stored alone that can't be stored as differences: whose references don't fit into
+    some rank's memory, or which only one of several ranks with the same rows writes; a collective.
+    """
     chosen = options.quantization.resolved(lossy_restores=0)
     if options.quantization.link_method is None:
         return options
@@ -167,7 +169,21 @@ def _within_memory(options: Options, tracked: TrackedModel, ranks: Ranks) -> Opt
             ", ".join(tables),
             most,
         )
-    return options.storing(options.quantization.without_links(tables))
+    averaged = {
+        shard.table
+        for shard in tracked.shards
+        if shard.local.averaged
+        and chosen.for_table(shard.table, shard.local.shape.rows).codec.chained
+    }
+    copied = sorted({table for of_rank in ranks.gather(averaged) for table in of_rank})
+    if copied and ranks.rank == 0:
+        logger.warning(
+            "%s: several sharding groups hold these tables (DMPCollection), of which one writes a "
+            "row: stored each row by itself, by method='fisher' instead of 'delta', 'adaptive' "
+            "instead of 'lc'",
+            ", ".join(copied),
+        )
+    return options.storing(options.quantization.without_links([*tables, *copied]))
 
 
 def _track(model: nn.Module, states: Mapping[str, Stateful]) -> TrackedModel:

@@ -1,7 +1,7 @@
 """Plan a save: every rank plans its items, rank 0 checks the whole and assigns shared items.
 
 A global plan in which two ranks would write the same rectangle, or a part of a table is missing, is
-refused. Items that several ranks hold alike are assigned to one of them.
+refused (``coverage``). Items that several ranks hold alike are assigned to one of them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.delta.transaction import TableDigests
 from torchrec_checknrun.errors import InvalidPlan
-from torchrec_checknrun.format.chunk import Path
 from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
-from torchrec_checknrun.model.blocks import BlockSummary, check_blocks
+from torchrec_checknrun.model.blocks import BlockSummary
 from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.save.coverage import left_to_others, writes
 from torchrec_checknrun.save.rank_differences import RankDifferences
-from torchrec_checknrun.shards import Rectangle, TableShape, check_coverage
+from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.snapshot.digest import Digest
-from torchrec_checknrun.snapshot.items import Item, Items, block_key, state_key
+from torchrec_checknrun.snapshot.items import Item, Items, state_key
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.threads import gc_paused
 
@@ -46,6 +46,7 @@ class PlanSummary:
         digests: digests of the compared replicated states.
         row_states: names of the optimizer state of each table that all ranks hold.
         replicas: digests of a sample of each of these tables.
+        averaged: likewise of each shard that ranks of other sharding groups hold as well, by name.
     """
 
     header: Header
@@ -62,6 +63,7 @@ class PlanSummary:
     digests: dict[str, Digest] = field(default_factory=dict)
     row_states: dict[str, tuple[str, ...]] = field(default_factory=dict)
     replicas: dict[str, bytes] = field(default_factory=dict)
+    averaged: dict[str, bytes] = field(default_factory=dict)
 
     def with_digests(
         self, of_items: Mapping[str, Digest], of_blocks: Mapping[int, str]
@@ -173,8 +175,8 @@ def summarized_later(
     """Survey and sample the rows that are not copied later, now; return a function that summarizes
     the snapshot for rank 0 once training goes on.
     """
-    surveys, replicas = survey(items.at_cut, quantization), _replicas(items.at_cut)
-    return partial(_summary, header, snapshot, items, surveys, replicas)
+    surveys, samples = survey(items.at_cut, quantization), _samples(items.at_cut)
+    return partial(_summary, header, snapshot, items, surveys, samples)
 
 
 def _summary(
@@ -182,8 +184,10 @@ def _summary(
     snapshot: Snapshot,
     items: Items,
     surveys: Surveys,
-    replicas: dict[str, bytes],
+    samples: dict[str, bytes],
 ) -> PlanSummary:
+    samples = samples | _samples(items.copied_later)
+    shared = [s for s in snapshot.shards if s.replica is not None]
     return PlanSummary(
         header=header,
         tables=snapshot.tables,
@@ -200,12 +204,13 @@ def _summary(
             for s in snapshot.shards
             if s.place is not None
         },
-        replicas=replicas | _replicas(items.copied_later),
+        replicas={s.shard.table: samples[s.shard.name] for s in shared if s.place is not None},
+        averaged={s.shard.name: samples[s.shard.name] for s in shared if s.place is None},
     )
 
 
-def _replicas(shards: Iterable[ShardSnapshot]) -> dict[str, bytes]:
-    return {s.shard.table: s.replica.digest() for s in shards if s.replica is not None}
+def _samples(shards: Iterable[ShardSnapshot]) -> dict[str, bytes]:
+    return {s.shard.name: s.replica.digest() for s in shards if s.replica is not None}
 
 
 @gc_paused()
@@ -229,9 +234,15 @@ def make_global_plan(
     summaries = [plan.summary for plan in plans]
     first = summaries[0]
     _check_agreement(summaries)
-    again = _check_coverage(summaries)
+    again = left_to_others(
+        first.tables,
+        [summary.shards for summary in summaries],
+        [summary.averaged for summary in summaries],
+        [summary.blocks for summary in summaries],
+    )
     differing = differences.differing(_held(summaries))
     differences.warn_of_replicas([summary.replicas for summary in summaries])
+    differences.warn_of_averaged([summary.averaged for summary in summaries])
     writers = _assign_writers(summaries, differing | set(first.lowest))
     surveys = [summary.surveys for summary in summaries if summary.surveys]
     settled = settle(surveys) if surveys else {}
@@ -241,9 +252,10 @@ def make_global_plan(
         names = tuple(name for name in own if not name.startswith(again[rank]))
         shares.append(Share(names, settled))
     fp32_bytes = dict.fromkeys(first.tables, 0)
-    for summary in summaries:
+    for summary, left in zip(summaries, again, strict=True):
         for table, size in summary.fp32_bytes.items():
-            fp32_bytes[table] += size
+            if writes(left, table):
+                fp32_bytes[table] += size
     states = dict.fromkeys((name for s in summaries for name in s.replicated), False)
     states |= dict.fromkeys(first.per_rank, True)
     return shares, GlobalPlan(
@@ -282,46 +294,6 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
                     f"and {list(names)} on rank {rank}, and each rank writes a part of its rows: "
                     "let the same optimizer step the table on all ranks"
                 )
-
-
-def _check_coverage(summaries: list[PlanSummary]) -> list[tuple[str, ...]]:
-    """Refuse plans in which two ranks write the same, or a part of a table or a sharded tensor is
-    missing.
-
-    Returns:
-        For each rank the prefixes of the names of items that another rank writes as well.
-    """
-    tables = summaries[0].tables
-    blocks: dict[Path, list[tuple[BlockSummary, int]]] = {}
-    keys: dict[Path, list[str]] = {}
-    # Most tables are split by rows, in the order of ranks, which is checked in passing: lists of
-    # all tables' parts would hold a million objects that lie far from each other in memory.
-    rows_done = dict.fromkeys(tables, 0)
-    others: dict[str, list[tuple[Rectangle, int]]] = {}
-    for rank, summary in enumerate(summaries):
-        for table, place in summary.shards:
-            if table not in tables:
-                raise InvalidPlan(f"rank {rank} writes rows of {table!r}, which is no known table")
-            whole_rows = (place.col_start, place.col_stop) == (0, tables[table].dim)
-            if whole_rows and place.row_start == rows_done[table]:
-                rows_done[table] = place.row_stop
-            else:
-                others[table] = []
-        for number, block in enumerate(summary.blocks):
-            blocks.setdefault(block.path, []).append((block, rank))
-            keys.setdefault(block.path, []).append(block_key(number, rank))
-    others |= {name: [] for name, rows in rows_done.items() if rows != tables[name].rows}
-    for rank, summary in enumerate(summaries) if others else ():
-        for table, place in summary.shards:
-            if table in others:
-                others[table].append((place, rank))
-    for table, parts in others.items():
-        check_coverage(table, tables[table], parts)
-    again: list[tuple[str, ...]] = [()] * len(summaries)
-    for path, pieces in blocks.items():
-        for i in check_blocks(path, pieces):
-            again[pieces[i][1]] += (keys[path][i],)
-    return again
 
 
 def _held(summaries: list[PlanSummary]) -> dict[str, list[tuple[int, Digest]]]:

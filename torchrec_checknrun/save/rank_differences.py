@@ -96,25 +96,42 @@ class RankDifferences:
         Args:
             of_ranks: by rank, the digest of a sample of each table.
         """
-        apart: dict[str, None] = {}
-        ranks: set[int] = set()
-        first, *others = of_ranks
-        for rank, digests in enumerate(others, 1):
-            for table in digests.keys() & first.keys() - self.told:
-                if digests[table] != first[table]:
-                    apart[table] = None
-                    ranks.add(rank)
+        if apart := self._apart(of_ranks):
+            logger.warning(
+                "data-parallel tables %s hold other rows on %s than on lower ones: each rank's "
+                "share of the rows is stored, and restored on all ranks, a mixture that no rank "
+                "has trained. Give all ranks the same rows before training, and let "
+                "DistributedModelParallel wrap the tables (init_data_parallel=True), so that "
+                "gradients are averaged",
+                *apart,
+            )
+
+    def warn_of_averaged(self, of_ranks: Sequence[Mapping[str, bytes]]) -> None:
+        """Warn once of each shard whose rows differ between sharding groups.
+
+        Args:
+            of_ranks: by rank, the digest of a sample of each shard.
+        """
+        if apart := self._apart(of_ranks):
+            logger.warning(
+                "the replicas of %s hold other rows on %s than on lower ones: these are stored, "
+                "and restored on all ranks, and what others have trained since the last average "
+                "is lost. Call the DMPCollection's sync() right before a save",
+                *apart,
+            )
+
+    def _apart(self, of_ranks: Sequence[Mapping[str, bytes]]) -> tuple[str, str] | None:
+        """Describe what differs from its first digest and was not told of, and on which ranks."""
+        first: dict[str, bytes] = {}
+        apart: dict[str, list[int]] = {}
+        for rank, digests in enumerate(of_ranks):
+            for name, digest in digests.items():
+                if first.setdefault(name, digest) != digest and name not in self.told:
+                    apart.setdefault(name, []).append(rank)
         if not apart:
-            return
+            return None
         self.told.update(apart)
-        logger.warning(
-            "data-parallel tables %s hold other rows on rank 0 than on %s: each rank's share of "
-            "the rows is stored, and restored on all ranks, a mixture that no rank has trained. "
-            "Give all ranks the same rows before training, and let DistributedModelParallel wrap "
-            "the tables (init_data_parallel=True), so that gradients are averaged",
-            listed(sorted(apart)),
-            ranks_text(sorted(ranks)),
-        )
+        return listed(sorted(apart)), ranks_text(sorted({r for of in apart.values() for r in of}))
 
     def _warn(self, name: str, held: Held) -> None:
         """Warn once of a model's differing parameters; buffers may differ."""

@@ -194,7 +194,8 @@ def _rows_items(
         if encoding.codec.chained:  # a few bytes can stand for any number of unchanged rows
             most = min(most, DECODED_BYTES)
         for number, (start, stop, count) in enumerate(shard.spans(most)):
-            yield f"{shard.shard.name}#{number}", RowsItem(shard, start, stop, count, encoding)
+            name = f"{rows_key(shard.shard.name)}{number}"
+            yield name, RowsItem(shard, start, stop, count, encoding)
 
 
 def _twice(name: str) -> UnsupportedState:
@@ -209,6 +210,15 @@ def fingerprint(
 ) -> Fingerprint:
     """Make a small fingerprint of a checkpoint's content beside table rows, to detect changes."""
     return {name: digest.whole for name, digest in digests.items()}, dict(progress)
+
+
+def rows_key(shard: str) -> str:
+    """Return the prefix of the item names of a shard's rows.
+
+    Args:
+        shard: its name.
+    """
+    return f"{shard}#"
 
 
 def block_key(number: int, rank: int) -> str:

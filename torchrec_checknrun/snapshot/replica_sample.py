@@ -1,9 +1,10 @@
-"""Sample a data-parallel table, to notice ranks that train copies of their own.
+"""Sample rows that several ranks have, to notice ranks that train copies of their own.
 
-Each rank writes a share of such a table's rows. Where the ranks' copies differ, the checkpoint is a
-mixture of them that no rank has trained. To compare all rows, each rank would have to read whole
-tables at every save; a sample, digested on each rank, tells of copies that were never alike, or
-that are stepped apart.
+Of a data-parallel table each rank writes a share. Where the ranks' copies differ, the checkpoint is
+a mixture of them that no rank has trained. In two-dimensional parallelism the lowest rank that has
+a rectangle writes it, and what others have trained since the last average is lost. To compare all
+rows, each rank would have to read whole tables at every save; a sample, digested on each rank,
+tells of copies that were never alike, or that are stepped apart.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import xxhash
 from torchrec_checknrun.shards import LocalShard
 
 SAMPLED_ROWS = 1024
-"""Rows of a table that are compared at most; all of a smaller one."""
+"""Rows of a shard that are compared at most; all of a smaller one."""
 
 
 class ReplicaSample:
-    """Evenly spaced rows of a data-parallel table on this rank, with their optimizer state.
+    """Evenly spaced rows of a shard that other ranks have as well, with their optimizer state.
 
     Args:
-        shard: the whole table.
+        shard: the whole table, or the rectangle.
 
     Attributes:
         live: the rows in the table's memory, views ``(n, …)``: weight and optimizer states, these
@@ -33,6 +34,11 @@ class ReplicaSample:
         states = (state for _, state in sorted(shard.optimizer.items()))
         self.live = [tensor[::step] for tensor in (shard.weight, *states)]
         self._rows = self.live
+
+    def copy(self) -> None:
+        """Copy the rows now, for ``digest``."""
+        for copy, rows in zip(self.keep(), self.live, strict=True):
+            copy.copy_(rows)
 
     def keep(self) -> list[torch.Tensor]:
         """Return new memory for the rows, to be filled with those of the cut; later ``digest``

@@ -54,7 +54,7 @@ class ShardSnapshot:
         copies: the rows as of the cut if they are copied on write.
         later: whether the rows are copied after training goes on, on write or whole.
         place: of a table that all ranks have, the half-open range of rows that is this rank's part.
-        replica: a sample of such a table's rows, which should be the same on all ranks.
+        replica: a sample of rows that other ranks have, too, and should have alike.
         bind: makes the codec that encodes this shard's rows of the table's; None: the table's does.
     """
 
@@ -354,6 +354,9 @@ def _own_part(shard: TrackedShard, cut: Cut, since: Consumer | None) -> ShardSna
         local, place = local.part(start, stop), (start, stop)
         if modified is not None:
             modified = partial(_part, modified, start, stop)
+    elif local.averaged:
+        replica = ReplicaSample(local)
+        replica.copy()
     snapshot = ShardSnapshot(local, modified)
     snapshot.tracked, snapshot.selected = shard, selected
     snapshot.place, snapshot.replica = place, replica
