@@ -168,7 +168,7 @@ class Checkpointer(WrittenByHand):
                 finds damaged data before anything is changed.
             map: saved table name to the model's, for renamed tables.
             strict: whether checkpoint and model must have the same tables, optimizers and state
-                keys; if not, the report lists what was skipped.
+                keys; if not, the report lists what was skipped. A state not given: a warning.
             shrink: whether tables may have fewer rows than were saved. (More are always allowed:
                 new rows keep their initialisation.) After a restore that renames, skips or resizes,
                 or joins or splits columns, the next checkpoint is full.
