@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.distributed.normalized import NormalizedJob
 from tests.distributed.small_job import Workers
+from torchrec_checknrun import Checkpointer, PerRank
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 
 SHAPES = {"first": (3,), "second": (2, 4), "both": (5,), "count": ()}
@@ -108,3 +109,52 @@ def test_a_value_that_comes_late(workers: Workers, tmp_path: Path) -> None:
         assert "on rank 1 has values under other names than on rank 0" in told
         assert "Make a new Checkpointer" in told
         assert kept
+
+
+def with_optimizer(root: str, declared: bool) -> Any:
+    """Train a parameter of rank 0 alone; go on in another job as in the first."""
+
+    def make(seed: int) -> tuple[NormalizedJob, Checkpointer]:
+        job = job_with(["first"] if dist.get_rank() == 0 else [], seed)
+        parameters = [p for n, p in job.model.named_parameters() if "bags" not in n]
+        job.optimizer = torch.optim.Adam(parameters, lr=0.1)
+        optimizer = PerRank(job.optimizer) if declared else job.optimizer
+        state: dict[str, Any] = {"optimizer": optimizer}
+        return job, Checkpointer(root, model=job.model, state=state)
+
+    def train(job: NormalizedJob, saver: Checkpointer, steps: int) -> None:
+        for _ in range(steps):
+            job.train()
+            if (weight := getattr(job.model.module.own, "weight", None)) is not None:
+                weight.square().sum().backward()
+                job.optimizer.step()
+            saver.step()
+
+    job, saver = make(0)
+    with saver:
+        train(job, saver, 2)
+        try:
+            saver.save()
+        except UnsupportedState as error:
+            return str(error)
+        train(job, saver, 2)
+    again, saver = make(5)
+    with saver:
+        train(again, saver, 1)
+        saver.restore()
+        again.steps = 2
+        train(again, saver, 2)
+    return [
+        [value.tolist() for value in each.model.state_dict().values() if value.dim() < 2]
+        for each in (job, again)
+    ]
+
+
+def test_an_optimizer_of_one_ranks_parameter(workers: Workers, tmp_path: Path) -> None:
+    for told in workers(2).run(with_optimizer, root=str(tmp_path / "refused"), declared=False):
+        assert "'optimizer' was not declared and differs between rank 0 and rank 1" in told
+    for rank, (first, second) in enumerate(
+        workers(2).run(with_optimizer, root=str(tmp_path / "root"), declared=True)
+    ):
+        assert first == second
+        assert len(first) == 8 - 2 * rank
