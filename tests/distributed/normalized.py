@@ -58,7 +58,7 @@ class NormalizedJob:
         plan = ShardingPlan({"bags": tables})
         self.model = DistributedModelParallel(module, device=CPU, plan=plan, sharders=[sharder])
         dense = [p for n, p in self.model.named_parameters() if "bags" not in n]
-        self.optimizer = torch.optim.SGD(dense, lr=0.1)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(dense, lr=0.1)
         self.steps = 0
 
     def features(self) -> KeyedJaggedTensor:

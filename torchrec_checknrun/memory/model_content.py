@@ -82,8 +82,8 @@ class ModelContent:
         """
         part = self._model.find()
         if part is not self._part:
-            states = {MODEL: part.dense}
-            self._pieces = section({STATES: states, PARTS: parts_of(part.blocks)})
+            states = {MODEL: {**part.dense, **part.of_some}}
+            self._pieces = section({STATES: states, PARTS: parts_of(part.parts)})
             self._part = part
         return self._pieces
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from torchrec_checknrun.boxes import Box, Span, overlap, tiles
-from torchrec_checknrun.errors import InvalidPlan
+from torchrec_checknrun.errors import InvalidPlan, UnsupportedState
 from torchrec_checknrun.format.chunk import (
     BlockHeader,
     EncodedChunk,
@@ -23,12 +23,13 @@ from torchrec_checknrun.format.chunk import (
     name_of,
 )
 from torchrec_checknrun.format.entries import BlockEntry
-from torchrec_checknrun.values.state import raw_bytes
+from torchrec_checknrun.values.state import TORCH_DTYPES, raw_bytes
 
 
 @dataclass
 class Block:
-    """A local part of a sharded tensor, or all of a plain one that is restored from blocks.
+    """A local part of a sharded tensor, or all of a plain one that some ranks lack, or that is
+    restored from blocks.
 
     Attributes:
         path: of the tensor in the state dict.
@@ -87,6 +88,22 @@ class Block:
         if common is not None:
             piece = decode_block(header, payload)
             self.part(common).copy_(piece[common.slices(header.box)])
+
+
+def whole_block(path: Path, tensor: torch.Tensor) -> Block:
+    """Return a plain tensor as a block that some ranks have, and others lack.
+
+    Raises:
+        UnsupportedState: it can't be stored.
+    """
+    dtype = dtype_name(tensor.dtype)
+    if tensor.layout != torch.strided or tensor.is_meta or dtype not in TORCH_DTYPES:
+        raise UnsupportedState(
+            f"{name_of(path)} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}, which "
+            "only some ranks have: only dense tensors with data can be stored"
+        )
+    whole, size = Box.whole(tensor.shape), tuple(tensor.shape)
+    return Block(path, size, whole, tensor.detach(), elsewhere=True)
 
 
 @dataclass(frozen=True)

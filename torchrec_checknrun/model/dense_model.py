@@ -13,9 +13,10 @@ from torchrec_checknrun.dense.buffers import buffer_names
 from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.model.blocks import Block, whole_block
 from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
+from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.values.state import Tree, encode_state
 
 if TYPE_CHECKING:
@@ -28,13 +29,25 @@ class DensePart:
 
     Attributes:
         model: the model.
-        dense: its values by name; live tensors.
-        blocks: this rank's parts of sharded tensors other than tables.
+        dense: its values by name, under names that all ranks have; live tensors.
+        of_some: its tensors under names that some ranks lack.
+        parts: this rank's parts of sharded tensors other than tables.
     """
 
     model: nn.Module
     dense: dict[str, Any]
-    blocks: list[Block]
+    of_some: dict[str, torch.Tensor]
+    parts: list[Block]
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """What is stored apart from the values of all ranks: ``parts`` and ``of_some``.
+
+        Raises:
+            UnsupportedState: a tensor can't be stored.
+        """
+        whole = [whole_block((MODEL, name), tensor) for name, tensor in self.of_some.items()]
+        return [*self.parts, *whole]
 
     @cached_property
     def buffers(self) -> frozenset[str]:
@@ -81,10 +94,14 @@ class DenseModel:
     Args:
         tracked: knows the tables, which are left out.
         tree: notices what was replaced in the model.
+
+    Attributes:
+        of_some: names of tensors that some ranks have, and others lack; see ``agree``.
     """
 
     def __init__(self, model: nn.Module, tracked: TrackedModel, tree: ModuleTree) -> None:
         self._model, self._tracked, self._tree = model, tracked, tree
+        self.of_some: frozenset[str] = frozenset()
         self._found: DensePart | None = None
         self._generation = 0
         self._stored = StoredTables((), ())
@@ -106,10 +123,24 @@ class DenseModel:
         live = {MODEL: self._model.state_dict()}
         stored = self.stored()
         dense = drop_tables(live[MODEL], stored)
-        found = DensePart(self._model, dense, find_blocks(live, stored))
+        of_some = {name: dense.pop(name) for name in sorted(self.of_some & dense.keys())}
+        found = DensePart(self._model, dense, of_some, find_blocks(live, stored))
         self._generation = self._tree.generation()
         self._found = found if self._may_be_kept(found) else None
         return found
+
+    def agree(self, ranks: Ranks) -> None:
+        """Find the tensors under names that some ranks lack, to be stored apart; a collective.
+
+        One table's state may be a buffer of the rank that holds the table, and a module may be that
+        of a single rank.
+
+        Raises:
+            UnsupportedState: see ``find``.
+        """
+        names = ranks.on_all_ranks(lambda: _tensor_names(self.find().dense))
+        self.of_some = frozenset().union(*names) - frozenset.intersection(*names)
+        self._found = None
 
     def stored(self) -> StoredTables:
         """Return the names and memory of the tables, found again if shards or their memory are
@@ -129,7 +160,11 @@ class DenseModel:
         if not all(isinstance(value, torch.Tensor) for value in found.dense.values()):
             return False
         tensors = [tensor for _, tensor in leaves(found.dense, (torch.Tensor,))]
-        tensors += [block.tensor for block in found.blocks]
+        tensors += [*found.of_some.values(), *(block.tensor for block in found.parts)]
         if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
             return False  # shown by a copy
         return self._tree.holds(tensors) and self._tree.has_plain_state_dict()
+
+
+def _tensor_names(dense: dict[str, Any]) -> frozenset[str]:
+    return frozenset(name for name, value in dense.items() if isinstance(value, torch.Tensor))

@@ -152,6 +152,7 @@ class _Attempts:
             target.buffers,
             StateObjects(others),
             target.model,
+            target.tracked.dense.of_some,
         )
         self._passed_over: list[str] = []
         self._unusable: set[str] = set()

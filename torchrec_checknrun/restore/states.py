@@ -53,6 +53,7 @@ class Owners:
         objects: state objects that are given whole what they saved; other states must fit the live
             ones.
         model: the model, if more than its tables is restored.
+        of_some: names of the model's tensors that some ranks have, and others lack.
     """
 
     merges: Mapping[str, Merge | None] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Owners:
     buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
     objects: StateObjects = field(default_factory=lambda: StateObjects({}))
     model: nn.Module | None = None
+    of_some: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class StateRestore:
         self._merges = dict(owners.merges)
         self._objects, self._optimizers = owners.objects, owners.optimizers
         self._buffers, self._model = owners.buffers, owners.model
+        self._of_some = owners.of_some
         self._rank, self._world = 0, 1
         if dist.is_initialized():
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -236,6 +239,8 @@ class StateRestore:
                 return
             value = merge(read)
         current = self._state_dict[name]
+        if name == MODEL and self._of_some:
+            value = {k: v for k, v in value.items() if k in current or k not in self._of_some}
         if name in self._objects:
             self._state_dict[name] = self._objects.content(
                 name,
@@ -283,7 +288,8 @@ class StateRestore:
         covers, of_table = self._stored.covers, self._stored.name
         exact = self._optimizers is not None and name in self._optimizers
         if name == MODEL:
-            require_taken(self._model, tree_items(tree).keys() - current.keys())
+            only_saved = tree_items(tree).keys() - current.keys()
+            require_taken(self._model, only_saved - self._of_some)
         check_state(current, tree, name, covers, of_table, exact)
 
     def _kept(self, current: Any, saved: Any) -> bool:

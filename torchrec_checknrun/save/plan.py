@@ -11,14 +11,17 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from functools import partial
 
+import xxhash
+
 from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.delta.transaction import TableDigests
-from torchrec_checknrun.errors import InvalidPlan
+from torchrec_checknrun.errors import InvalidPlan, UnsupportedState
 from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.model.blocks import BlockSummary
 from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.save.coverage import left_to_others, writes
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.shards import Rectangle, TableShape
@@ -47,6 +50,7 @@ class PlanSummary:
         row_states: names of the optimizer state of each table that all ranks hold.
         replicas: digests of a sample of each of these tables.
         averaged: likewise of each shard that ranks of other sharding groups hold as well, by name.
+        names: a digest of the names of the model's values that all ranks must have.
     """
 
     header: Header
@@ -64,6 +68,7 @@ class PlanSummary:
     row_states: dict[str, tuple[str, ...]] = field(default_factory=dict)
     replicas: dict[str, bytes] = field(default_factory=dict)
     averaged: dict[str, bytes] = field(default_factory=dict)
+    names: bytes = b""
 
     def with_digests(
         self, of_items: Mapping[str, Digest], of_blocks: Mapping[int, str]
@@ -206,7 +211,13 @@ def _summary(
         },
         replicas={s.shard.table: samples[s.shard.name] for s in shared if s.place is not None},
         averaged={s.shard.name: samples[s.shard.name] for s in shared if s.place is None},
+        names=_names(snapshot.states.get(MODEL)),
     )
+
+
+def _names(content: object) -> bytes:
+    names = sorted(map(str, content)) if isinstance(content, Mapping) else []
+    return xxhash.xxh3_128_digest("\0".join(names).encode("utf-8", "surrogatepass"))
 
 
 def _samples(shards: Iterable[ShardSnapshot]) -> dict[str, bytes]:
@@ -286,6 +297,13 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
                     f"and {other} here; call save on all ranks at the same step with the same "
                     "arguments"
                 )
+        if summary.names != summaries[0].names:
+            raise UnsupportedState(
+                f"the model on rank {rank} has values under other names than on rank 0, and one "
+                "rank's would be stored for all. Make a new Checkpointer, which asks all ranks for "
+                "their names; with dcp.save, give what only some ranks have under a key of its own "
+                "that is declared in SavePlanner(per_rank=…)"
+            )
         for table, names in summary.row_states.items():
             first = summaries[0].row_states.get(table, names)
             if first != names:
