@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from tests.distributed.normalized import NormalizedJob
 from tests.distributed.small_job import Workers
-from torchrec_checknrun import Checkpointer, PerRank
+from torchrec_checknrun import Checkpointer, Images, PartialRecovery, PerRank
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 
 SHAPES = {"first": (3,), "second": (2, 4), "both": (5,), "count": ()}
@@ -109,6 +110,59 @@ def test_a_value_that_comes_late(workers: Workers, tmp_path: Path) -> None:
         assert "on rank 1 has values under other names than on rank 0" in told
         assert "Make a new Checkpointer" in told
         assert kept
+
+
+def survive(root: str, memory: str, lost: bool) -> list[Any]:
+    """Die after steps that no checkpoint has; rank 1's image may be gone."""
+
+    def make(seed: int) -> tuple[NormalizedJob, Checkpointer]:
+        job = job_with([ONE, OTHER][dist.get_rank()], seed)
+        partial = PartialRecovery(max_pls=1.0, total_steps=100)
+        images = Images(folder=memory)
+        return job, job.checkpointer(root, survive=images, partial=partial, retention=None)
+
+    def train(job: NormalizedJob, saver: Checkpointer) -> dict[str, Any]:
+        for _ in range(2):
+            job.train()
+            with torch.no_grad():
+                for value in job.model.module.own.state_dict().values():
+                    value.mul_(1.1)
+            saver.step()
+        return values(job)
+
+    job, saver = make(0)
+    saver.restore()
+    saved = train(job, saver)
+    saver.save()
+    done = train(job, saver)
+    saver._release(failed=True)
+    dist.barrier()
+    if lost and dist.get_rank() == 1:
+        for path in Path(memory).glob("*-1of2.image"):
+            path.unlink()
+    dist.barrier()
+    job, saver = make(5)
+    with saver:
+        report = saver.restore()
+    assert report is not None
+    restored = values(job)
+    return [restored == done, restored == saved, report.source, " ".join(report.without_images)]
+
+
+def test_images_hold_what_each_rank_has(workers: Workers, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="checknrun-test-", dir="/dev/shm") as memory:
+        where: dict[str, Any] = {"root": str(tmp_path / "root"), "memory": memory}
+        found = workers(2).run(survive, lost=False, **where)
+    assert found == [[True, False, "images", ""]] * 2
+
+
+def test_a_lost_value_means_a_full_recovery(workers: Workers, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="checknrun-test-", dir="/dev/shm") as memory:
+        where: dict[str, Any] = {"root": str(tmp_path / "root"), "memory": memory}
+        found = workers(2).run(survive, lost=True, **where)
+    for done, saved, source, why in found:
+        assert (done, saved, source) == (False, True, "checkpoint")
+        assert "values that only some ranks have: ['own.first', 'own.second', 'own.weight']" in why
 
 
 def with_optimizer(root: str, declared: bool) -> Any:

@@ -302,6 +302,11 @@ class LostRank:
             raise IncompatibleCheckpoint(
                 f"parts of sharded tensors beside tables are lost: {names}"
             )
+        if of_some := target.tracked.dense.of_some:
+            raise IncompatibleCheckpoint(
+                f"no survivor has all of the model's values that only some ranks have: "
+                f"{sorted(of_some)}"
+            )
 
     def _advanced(self, name: str, rule: LostRule) -> tuple[Tree, memoryview]:
         """Apply a rule to this rank's state in the newest checkpoint."""

@@ -409,7 +409,10 @@ def test_the_command_compares_systems(tmp_path: Path) -> None:
     part = sizes["ours 4 bit consecutive", "skewed"]
     assert 0.2 < part["rows"] / full["rows"] < 0.3
     assert sizes[DCP, "skewed"]["peak"] == 2 * sizes[DCP, "skewed"]["kept"]
-    assert len(sizes["ours 2 bit intermittent", "skewed"]["checkpoints"]) < 12
+    # Of fewer bits, these few rows are less than the dense part, which only a baseline holds whole.
+    until_baseline = sizes["ours fp32 intermittent", "skewed"]
+    assert until_baseline["over"] == "baseline to baseline"
+    assert len(until_baseline["checkpoints"]) < 15
     chain = next(row for row in content["restore"] if row["name"] == "ours fp32, chain of 1 + 10")
     assert chain["checkpoints"] == 11
     assert 0 < chain["median_reading"] < chain["median"]
