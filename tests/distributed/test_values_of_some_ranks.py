@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.normalized import NormalizedJob
 from tests.distributed.small_job import Workers
 from torchrec_checknrun import Checkpointer, Images, PartialRecovery, PerRank
+from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 
 SHAPES = {"first": (3,), "second": (2, 4), "both": (5,), "count": ()}
@@ -110,6 +113,32 @@ def test_a_value_that_comes_late(workers: Workers, tmp_path: Path) -> None:
         assert "on rank 1 has values under other names than on rank 0" in told
         assert "Make a new Checkpointer" in told
         assert kept
+
+
+def direct(root: str, key: str) -> list[str]:
+    """Save by DCP, which asks nobody for names: with all values in one state, and apart."""
+    job, told = job_with([ONE, OTHER][dist.get_rank()]), ""
+    content: dict[str, Any] = dict(job.model.state_dict())
+    try:
+        dcp.save({key: content}, planner=SavePlanner(), storage_writer=StorageWriter(root))
+    except CheckpointException as error:
+        told = str(error)
+    own = {name: content.pop(name) for name in list(content) if "own." in name}
+    planner = SavePlanner(per_rank=["own"])
+    writer = StorageWriter(f"{root}-apart")
+    dcp.save({"model": content, "own": own}, planner=planner, storage_writer=writer)
+    live = {"model": content, "own": {name: torch.zeros_like(own[name]) for name in own}}
+    reader = StorageReader(f"{root}-apart")
+    dcp.load(live, planner=LoadPlanner(), storage_reader=reader)
+    return [told, str({n: v.tolist() for n, v in live["own"].items()} == values(job))]
+
+
+@pytest.mark.parametrize("key", ["model", "net"])
+def test_dcp_alone_refuses_them(workers: Workers, tmp_path: Path, key: str) -> None:
+    for told, same in workers(2).run(direct, root=str(tmp_path / "root"), key=key):
+        assert "has values under other names than on rank 0" in told
+        assert "SavePlanner(per_rank=" in told
+        assert same == "True"
 
 
 def survive(root: str, memory: str, lost: bool) -> list[Any]:

@@ -21,7 +21,6 @@ from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.model.blocks import BlockSummary
 from torchrec_checknrun.model.progress import OptimizerClock
-from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.save.coverage import left_to_others, writes
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.shards import Rectangle, TableShape
@@ -50,7 +49,7 @@ class PlanSummary:
         row_states: names of the optimizer state of each table that all ranks hold.
         replicas: digests of a sample of each of these tables.
         averaged: likewise of each shard that ranks of other sharding groups hold as well, by name.
-        names: a digest of the names of the model's values that all ranks must have.
+        names: a digest of the names of models' values, which all ranks must have.
     """
 
     header: Header
@@ -211,13 +210,14 @@ def _summary(
         },
         replicas={s.shard.table: samples[s.shard.name] for s in shared if s.place is not None},
         averaged={s.shard.name: samples[s.shard.name] for s in shared if s.place is None},
-        names=_names(snapshot.states.get(MODEL)),
+        names=_names(snapshot),
     )
 
 
-def _names(content: object) -> bytes:
-    names = sorted(map(str, content)) if isinstance(content, Mapping) else []
-    return xxhash.xxh3_128_digest("\0".join(names).encode("utf-8", "surrogatepass"))
+def _names(snapshot: Snapshot) -> bytes:
+    content = {name: snapshot.states.get(name) for name in snapshot.models}
+    found = {n: sorted(map(str, c)) for n, c in content.items() if isinstance(c, Mapping)}
+    return xxhash.xxh3_128_digest(repr(sorted(found.items())).encode("utf-8", "surrogatepass"))
 
 
 def _samples(shards: Iterable[ShardSnapshot]) -> dict[str, bytes]:
