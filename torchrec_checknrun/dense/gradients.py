@@ -40,7 +40,7 @@ class PendingGradients:
 
     Args:
         states: state objects; optimizers among them (torch's, TorchRec's wrappers, users') are
-            watched, with all optimizers inside.
+            watched, with all optimizers inside, and those that other objects hold.
         named: returns the model's parameters as they are now. One that is no longer among them
             holds no checkpoint up: its optimizer's step would not change the model.
     """
@@ -105,7 +105,7 @@ class PendingGradients:
 
     def _watch(self) -> set[int]:
         """Watch new parameters; return the ids of all that optimizers have now."""
-        optimizers = list(torch_optimizers(self._states))
+        optimizers = list(torch_optimizers([*self._states, *self._held()]))
         parameters = {id(p): p for o in optimizers for p in parameters_of(o)}
         self._known = set(map(id, optimizers))
         self._frozen = [p for p in parameters.values() if not _accumulates(p)]
@@ -121,6 +121,10 @@ class PendingGradients:
         for optimizer in optimizers:
             _announce_steps(optimizer)
         return set(parameters)
+
+    def _held(self) -> list[Optimizer]:
+        """Return the optimizers in attributes of state objects."""
+        return [inner for state in self._states for _, inner in inner_optimizers(state)]
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._waiting.add(id(parameter))
@@ -150,8 +154,8 @@ class PendingGradients:
         if not self._others:
             return
         others, self._others = self._others, {}
-        held = (inner for state in self._states for _, inner in inner_optimizers(state))
-        known = self._known | {id(node.optimizer) for inner in held for node in all_nodes(inner)}
+        held = {id(node.optimizer) for inner in self._held() for node in all_nodes(inner)}
+        known = self._known | held
         stepped: dict[str, dict[int, torch.Tensor]] = {}
         for of in others.values():
             if (optimizer := of()) is not None and id(optimizer) not in known:
