@@ -65,6 +65,6 @@ def require_agreement(described: Sequence[Mapping[str, str]]) -> None:
             problems.append(f"{name} differs between the ranks: {found}")
     if problems:
         raise ValueError(
-            f"{'. '.join(problems)}. Give every rank the same arguments, and a model that knows the "
-            "same tables"
+            f"{'. '.join(problems)}. Give every rank the same arguments, and a model that knows "
+            "the same tables"
         )
