@@ -64,4 +64,7 @@ def require_agreement(described: Sequence[Mapping[str, str]]) -> None:
             found = "; ".join(f"{value} on {ranks_text(on)}" for value, on in by_value.items())
             problems.append(f"{name} differs between the ranks: {found}")
     if problems:
-        raise ValueError(f"{'. '.join(problems)}. Give every rank the same arguments")
+        raise ValueError(
+            f"{'. '.join(problems)}. Give every rank the same arguments, and a model that knows "
+            "the same tables"
+        )

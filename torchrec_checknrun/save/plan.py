@@ -265,7 +265,7 @@ def make_global_plan(
     fp32_bytes = dict.fromkeys(first.tables, 0)
     for summary, left in zip(summaries, again, strict=True):
         for table, size in summary.fp32_bytes.items():
-            if writes(left, table):
+            if not left or writes(left, table):  # most ranks leave nothing to others
                 fp32_bytes[table] += size
     states = dict.fromkeys((name for s in summaries for name in s.replicated), False)
     states |= dict.fromkeys(first.per_rank, True)

@@ -124,7 +124,11 @@ class Lease:
             # Listed only now: checkpoints committed before the claim was made count.
             earlier = _united(committed(latest), claim.uses)
             claim = replace(claim, earlier=earlier, before=None)
-            self._record(claim)
+            try:
+                self._record(claim)
+            except Exception:
+                self._withdraw(claim.epoch, claim.to_bytes())
+                raise
             self._forget_older(claim)
         for other in self._beside(claim):
             self._lock = other._lock
@@ -265,13 +269,19 @@ class Lease:
         name = claim_name(epoch)
         self._make_folder()
         claim = Claim(epoch, holder, self._seconds, uses=uses)
+        data = claim.to_bytes()
         try:
-            self._folder.put(name, claim.to_bytes(), new=True)
+            self._folder.put(name, data, new=True)
         except FileExistsError:
+            if self._withdraw(epoch, data):  # an attempt before has failed within the put
+                raise
             raise RootInUse(
                 f"{self._root} was claimed at the same moment by {self._who(epoch)}: give this run "
                 "a root of its own"
             ) from None
+        except Exception:
+            self._withdraw(epoch, data)
+            raise
         # In a store without conditional puts, the last of two simultaneous ones wins.
         if self._newer(epoch) or self._read_back(epoch) != claim:
             raise RootInUse(
@@ -279,6 +289,19 @@ class Lease:
                 "root of its own"
             )
         return claim
+
+    def _withdraw(self, epoch: int, data: bytes) -> bool:
+        """Delete what a failed put has left of a claim; return whether there was such a part.
+
+        It would keep all writers out, this one included, until it is old: nobody can tell whose it
+        is. A claim begins with its checksum, which no other process's has.
+        """
+        with suppress(Exception):
+            found = read_bytes(self._folder, epoch)
+            if data.index(b",") < len(found) < len(data) and data.startswith(found):
+                self._folder.delete(claim_name(epoch))
+                return True
+        return False
 
     def _forget_older(self, claim: Claim) -> None:
         """Delete the claims older than the one before this, now that this one has its list. Keep
