@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec_checknrun.dense.optimizers import torch_optimizers, wraps_another
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.tree import all_nodes, inner_optimizers, parameters_of
+from torchrec_checknrun.dense.unreduced import unreduced
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +45,17 @@ class PendingGradients:
             watched, with all optimizers inside, and those that other objects hold.
         named: returns the model's parameters as they are now. One that is no longer among them
             holds no checkpoint up: its optimizer's step would not change the model.
+        modules: returns the model's modules, those of FSDP2 among them.
     """
 
-    def __init__(self, states: Iterable[object], named: Callable[[], Named] = tuple) -> None:
+    def __init__(
+        self,
+        states: Iterable[object],
+        named: Callable[[], Named] = tuple,
+        modules: Callable[[], Iterable[nn.Module]] = tuple,
+    ) -> None:
         self._states = tuple(states)
-        self._named = named
+        self._named, self._modules = named, modules
         self._watched: dict[int, torch.Tensor] = {}
         """Parameters by ``id``."""
         self._names: dict[int, str] = {}
@@ -79,11 +87,15 @@ class PendingGradients:
         """Whether a parameter has a gradient that it got since an optimizer last stepped it.
 
         ``zero_grad`` may have dropped it, if the loss was for other parameters or not finite. A
-        parameter that was frozen, or in no optimizer, until now counts as well. One that was
-        replaced in the model doesn't.
+        parameter that was frozen, or in no optimizer, until now counts as well, as does one whose
+        gradient FSDP2 has yet to reduce. One that was replaced in the model doesn't.
         """
-        self._waiting &= self._watch()
+        stepped = self._watch()
+        self._waiting &= stepped
         self._warn_of_others()
+        sharded = {key for key in stepped if isinstance(self._watched.get(key), DTensor)}
+        if sharded and any(id(p) in sharded for p in unreduced(self._modules())):
+            return True
         found = [key for key in self._waiting if has_gradient(self._watched[key])]
         if not found:
             return False
