@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.normalized import NormalizedJob
@@ -113,6 +114,43 @@ def test_parameters_that_differ(workers: Workers, tmp_path: Path) -> None:
     (text,) = told
     assert re.search(r"rank 0 and rank 1: out\.bias\. Rank 0's", text)
     assert "running" not in text
+
+
+class Count(nn.Module):
+    """A metric that keeps its count in no buffer, as torchmetrics' do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}total"] = self.total
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.total = state_dict.pop(f"{prefix}total")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def metric_of_a_model(root: str) -> list[Any]:
+    job, count = NormalizedJob(), Count()
+    job.model.module.count = count
+    state = {"count": PerRank(count)}
+    with warnings_said() as told, job.checkpointer(root, state=state) as saver:
+        job.train()
+        count.total = torch.tensor(7.0 + dist.get_rank())
+        saver.save()
+        count.total = torch.zeros(())
+        saver.restore()
+    return [float(count.total), [text for text in told if "differ" in text]]
+
+
+def test_metrics_in_a_model(workers: Workers, tmp_path: Path) -> None:
+    (zero, told), (one, nothing) = workers(2).run(metric_of_a_model, root=str(tmp_path / "root"))
+    assert (zero, one, nothing) == (7.0, 8.0, [])
+    (text,) = told
+    assert "rank 0 and rank 1: count.total. Rank 0's" in text
+    assert "Metrics, which count on each rank, are given as state objects as well" in text
 
 
 class Odd:

@@ -77,6 +77,30 @@ def test_each_comes_back(workers: Workers, tmp_path: Path, names: list[list[str]
     assert whole == saved
 
 
+def normalized_apart(root: str, resume: bool) -> dict[str, Any]:
+    """Name buffers of each rank by patterns, of which one rank has more than the other."""
+    job = job_with([], seed=5 * resume)
+    if dist.get_rank():
+        job.model.module.own.norm = nn.BatchNorm1d(3)
+    with job.checkpointer(root, per_rank_buffers="*.running_*") as saver:
+        if resume:
+            saver.restore()
+        else:
+            job.train()
+            if dist.get_rank():
+                job.model.module.own.norm(torch.rand(5, 3))
+            saver.save()
+    return values(job) | job.statistics()
+
+
+def test_buffers_of_each_rank(workers: Workers, tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    zero, one = workers(2).run(normalized_apart, root=root, resume=False)
+    assert zero["running_mean"] != one["running_mean"]
+    assert "own.norm.running_mean" in one.keys() - zero.keys()
+    assert workers(2).run(normalized_apart, root=root, resume=True) == [zero, one]
+
+
 def missing(root: str) -> None:
     job = job_with([*ONE, "second"] if dist.get_rank() else [], seed=5)
     with job.checkpointer(root) as saver, pytest.raises(IncompatibleCheckpoint, match="second"):

@@ -6,7 +6,8 @@ out of the model's state and stored as a separate state of each rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -34,6 +35,9 @@ class PerRankBuffers:
             first matching pattern counts.
         names: names of the model's buffers.
 
+    Attributes:
+        patterns: the patterns as text.
+
     Raises:
         ValueError: a pattern matches no buffer, or a merge is no function.
     """
@@ -43,6 +47,7 @@ class PerRankBuffers:
             patterns = (patterns,)
         if not isinstance(patterns, Mapping):
             patterns = dict.fromkeys(patterns)
+        self.patterns = ", ".join(patterns) or "none"
         self._merges: dict[str, MergeBuffer | None] = {}
         for pattern, merge in patterns.items():
             if merge is not None and not callable(merge):
@@ -66,6 +71,12 @@ class PerRankBuffers:
 
     def __str__(self) -> str:
         return ", ".join(self.names) or "none"
+
+    def without(self, names: Collection[str]) -> PerRankBuffers:
+        """Return these buffers but for those of the names."""
+        found = copy.copy(self)
+        found._merges = {name: m for name, m in self._merges.items() if name not in names}
+        return found
 
     def take(self, content: dict[str, Any]) -> dict[str, Any]:
         """Remove these buffers from a model's state dict and return them."""

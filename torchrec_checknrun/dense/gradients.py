@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec_checknrun.dense.optimizers import torch_optimizers, wraps_another
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.tree import all_nodes, inner_optimizers, parameters_of
+from torchrec_checknrun.dense.unreduced import unreduced
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +42,20 @@ class PendingGradients:
 
     Args:
         states: state objects; optimizers among them (torch's, TorchRec's wrappers, users') are
-            watched, with all optimizers inside.
+            watched, with all optimizers inside, and those that other objects hold.
         named: returns the model's parameters as they are now. One that is no longer among them
             holds no checkpoint up: its optimizer's step would not change the model.
+        modules: returns the model's modules, those of FSDP2 among them.
     """
 
-    def __init__(self, states: Iterable[object], named: Callable[[], Named] = tuple) -> None:
+    def __init__(
+        self,
+        states: Iterable[object],
+        named: Callable[[], Named] = tuple,
+        modules: Callable[[], Iterable[nn.Module]] = tuple,
+    ) -> None:
         self._states = tuple(states)
-        self._named = named
+        self._named, self._modules = named, modules
         self._watched: dict[int, torch.Tensor] = {}
         """Parameters by ``id``."""
         self._names: dict[int, str] = {}
@@ -79,11 +87,15 @@ class PendingGradients:
         """Whether a parameter has a gradient that it got since an optimizer last stepped it.
 
         ``zero_grad`` may have dropped it, if the loss was for other parameters or not finite. A
-        parameter that was frozen, or in no optimizer, until now counts as well. One that was
-        replaced in the model doesn't.
+        parameter that was frozen, or in no optimizer, until now counts as well, as does one whose
+        gradient FSDP2 has yet to reduce. One that was replaced in the model doesn't.
         """
-        self._waiting &= self._watch()
+        stepped = self._watch()
+        self._waiting &= stepped
         self._warn_of_others()
+        sharded = {key for key in stepped if isinstance(self._watched.get(key), DTensor)}
+        if sharded and any(id(p) in sharded for p in unreduced(self._modules())):
+            return True
         found = [key for key in self._waiting if has_gradient(self._watched[key])]
         if not found:
             return False
@@ -105,7 +117,7 @@ class PendingGradients:
 
     def _watch(self) -> set[int]:
         """Watch new parameters; return the ids of all that optimizers have now."""
-        optimizers = list(torch_optimizers(self._states))
+        optimizers = list(torch_optimizers([*self._states, *self._held()]))
         parameters = {id(p): p for o in optimizers for p in parameters_of(o)}
         self._known = set(map(id, optimizers))
         self._frozen = [p for p in parameters.values() if not _accumulates(p)]
@@ -121,6 +133,10 @@ class PendingGradients:
         for optimizer in optimizers:
             _announce_steps(optimizer)
         return set(parameters)
+
+    def _held(self) -> list[Optimizer]:
+        """Return the optimizers in attributes of state objects."""
+        return [inner for state in self._states for _, inner in inner_optimizers(state)]
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._waiting.add(id(parameter))
@@ -150,8 +166,8 @@ class PendingGradients:
         if not self._others:
             return
         others, self._others = self._others, {}
-        held = (inner for state in self._states for _, inner in inner_optimizers(state))
-        known = self._known | {id(node.optimizer) for inner in held for node in all_nodes(inner)}
+        held = {id(node.optimizer) for inner in self._held() for node in all_nodes(inner)}
+        known = self._known | held
         stepped: dict[str, dict[int, torch.Tensor]] = {}
         for of in others.values():
             if (optimizer := of()) is not None and id(optimizer) not in known:

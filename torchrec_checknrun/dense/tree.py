@@ -7,9 +7,11 @@ another one in any attribute, and torch's state dict shows only the outermost on
 
 from __future__ import annotations
 
+import copyreg
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -199,11 +201,20 @@ def inner_optimizers(owner: object) -> list[tuple[str, Optimizer]]:
     if isinstance(owner, CombinedOptimizer):
         return list(owner.optimizers)
     found: dict[str, Optimizer] = {}
-    for name, value in getattr(owner, "__dict__", {}).items():
+    for name, value in attributes(owner).items():
         kind = type(value)
         if not (name in _TORCHS or kind in _PLAIN or (kind in _CONTAINERS and not value)):
             found.update(_optimizers_in(value, name))
     return [(name, inner) for name, inner in found.items() if inner is not owner]
+
+
+def attributes(owner: object) -> dict[str, Any]:
+    """Return an object's attributes, those in slots among them."""
+    found = dict(getattr(owner, "__dict__", {}))
+    for name in copyreg._slotnames(type(owner)):  # type: ignore[attr-defined]  # as pickle does
+        with suppress(AttributeError):
+            found[name] = getattr(owner, name)
+    return found
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -8,7 +8,6 @@ constructor's arguments that change; set other values after the restore if neede
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 import logging
 import os
@@ -26,7 +25,7 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.live_values import LIVE, pack, put, same, why_not
 from torchrec_checknrun.dense.references import References
-from torchrec_checknrun.dense.tree import HOOKS, Node, own_parameters, parameters_of
+from torchrec_checknrun.dense.tree import HOOKS, Node, attributes, own_parameters, parameters_of
 from torchrec_checknrun.values.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)
@@ -160,13 +159,9 @@ def without_takers(saved: Mapping[str | int, Tree], live: Collection[Node]) -> d
 
 
 def _attributes(node: Node) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that may be state, those in slots among them."""
+    """Yield the attributes that may be state."""
     optimizer = node.optimizer
-    found = dict(vars(optimizer))
-    for name in copyreg._slotnames(type(optimizer)):  # type: ignore[attr-defined]  # as pickle does
-        if hasattr(optimizer, name):
-            found.setdefault(name, getattr(optimizer, name))
-    for name, value in found.items():
+    for name, value in attributes(optimizer).items():
         if node.fused and isinstance(value, nn.Module):
             continue  # the kernel
         if _is_state(node, name) and not _is_of_process(optimizer, name, value):

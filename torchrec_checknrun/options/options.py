@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -138,6 +138,12 @@ class Options:
         found._set("quantization", quantization)
         return found
 
+    def without_buffers(self, names: Collection[str]) -> Options:
+        """Return these options with the buffers of the names stored with the model."""
+        found = copy.copy(self)
+        found._set("per_rank_buffers", self.per_rank_buffers.without(names))
+        return found
+
     @property
     def states(self) -> dict[str, Stateful]:
         """The state objects themselves, without their declaration."""
@@ -183,7 +189,9 @@ def _declaration(state: object) -> str:
 def _describe(value: object) -> str:
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
-    if isinstance(value, (Folder, PerRankBuffers)):
+    if isinstance(value, PerRankBuffers):
+        return value.patterns  # the names that match differ where ranks have buffers of their own
+    if isinstance(value, Folder):
         return str(value)
     if isinstance(value, Mapping):
         items = sorted((repr(key), _describe(item)) for key, item in value.items())

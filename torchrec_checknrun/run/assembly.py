@@ -88,6 +88,7 @@ class Assembly:
             # A table may be unsupported on one rank only: the rank that holds it.
             tracked = agreed(ranks, lambda: _track(options.model, states), _tables)
             tracked.dense.agree(ranks)
+            options = options.without_buffers(tracked.dense.of_some)
             options = _storable(options, tracked, ranks)
             target = _target(options, tracked)
             background = _background(options, target, ranks, background_ranks)

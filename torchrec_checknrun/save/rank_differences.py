@@ -143,7 +143,8 @@ class RankDifferences:
         logger.warning(
             "dense parameters differ between rank %d and %s: %s. Rank %d's are stored and restored "
             "on all ranks; broadcast them before training, or wrap their module with "
-            "DistributedDataParallel",
+            "DistributedDataParallel. Metrics, which count on each rank, are given as state "
+            'objects as well, state={"metrics": PerRank(metrics)}',
             first,
             ranks_text(others),
             listed(parameters) or "not among the first of them",

@@ -34,6 +34,12 @@ class Trainer:
         self.optimizer.load_state_dict(state)
 
 
+class SlottedTrainer(Trainer):
+    """The same with the optimizer in a slot, as in a dataclass of slots."""
+
+    __slots__ = ("optimizer",)
+
+
 @pytest.fixture
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
@@ -116,6 +122,23 @@ def test_optimizers_that_are_known_or_of_another_model(
         step(other, elsewhere)
         assert not watched.waiting
     assert texts(caplog) == []
+
+
+@pytest.mark.parametrize("kind", [Trainer, SlottedTrainer])
+def test_an_optimizer_inside_an_object(
+    model: nn.Module,
+    watch: Callable[..., PendingGradients],
+    caplog: pytest.LogCaptureFixture,
+    kind: type[Trainer],
+) -> None:
+    """Notice gradients that wait for it."""
+    held = torch.optim.Adam(model.parameters())
+    watched = watch(kind(held))
+    step(model, held)
+    assert not watched.waiting
+    assert texts(caplog) == []
+    model(torch.ones(1, 3)).sum().backward()
+    assert watched.waiting
 
 
 def test_an_optimizer_in_another_ones_place(
