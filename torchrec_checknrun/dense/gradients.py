@@ -135,8 +135,9 @@ class PendingGradients:
         return set(parameters)
 
     def _held(self) -> list[Optimizer]:
-        """Return the optimizers in attributes of state objects."""
-        return [inner for state in self._states for _, inner in inner_optimizers(state)]
+        """Return the optimizers in attributes of state objects, but for weak proxies of them."""
+        held = [inner for state in self._states for _, inner in inner_optimizers(state)]
+        return [inner for inner in held if type(inner) not in weakref.ProxyTypes]
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._waiting.add(id(parameter))

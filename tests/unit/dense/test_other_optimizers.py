@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,18 @@ def test_an_optimizer_inside_an_object(
     assert texts(caplog) == []
     model(torch.ones(1, 3)).sum().backward()
     assert watched.waiting
+
+
+def test_a_weak_proxy_of_an_optimizer(
+    model: nn.Module, watch: Callable[..., PendingGradients], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Take the optimizer for one that is not known."""
+    optimizer = torch.optim.Adam(model.parameters())
+    watched = watch(Trainer(weakref.proxy(optimizer)))
+    step(model, optimizer)
+    assert not watched.waiting
+    (text,) = texts(caplog)
+    assert "unless one of these saves it" in text
 
 
 def test_an_optimizer_in_another_ones_place(
