@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -25,7 +27,6 @@ from torch.utils.hooks import RemovableHandle
 from torchrec_checknrun.dense.optimizers import torch_optimizers, wraps_another
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.tree import all_nodes, inner_optimizers, parameters_of
-from torchrec_checknrun.dense.unreduced import unreduced
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class PendingGradients:
         self._waiting &= stepped
         self._warn_of_others()
         sharded = {key for key in stepped if isinstance(self._watched.get(key), DTensor)}
-        if sharded and any(id(p) in sharded for p in unreduced(self._modules())):
+        if sharded and any(id(p) in sharded for p in _unreduced(self._modules())):
             return True
         found = [key for key in self._waiting if has_gradient(self._watched[key])]
         if not found:
@@ -203,6 +204,36 @@ def _first(names: Iterable[str]) -> str:
     """List the first names in the order of the alphabet."""
     found = sorted(names)
     return ", ".join(found[:_MOST_NAMES] + ["…"] * (len(found) > _MOST_NAMES))
+
+
+def _unreduced(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the sharded parameters whose gradients FSDP2 keeps until it reduces them.
+
+    With ``set_requires_gradient_sync(False)``, as in gradient accumulation, they are no gradients
+    of the sharded parameters yet, and run no hooks of these.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            for group in _groups(module._get_fsdp_state()):
+                partly = getattr(group, "_partial_reduce_output", None) is not None
+                for parameter in group.fsdp_params:
+                    if partly or _is_kept(parameter):
+                        yield parameter.sharded_param
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return the state's groups of parameters; older versions of torch have one, or None."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def _is_kept(parameter: Any) -> bool:
+    if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+        return True
+    whole = getattr(parameter, "_unsharded_param", None)  # made at the first forward pass
+    return whole is not None and whole.grad is not None
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:

@@ -14,13 +14,16 @@ from torchrec_checknrun.writers.lease import FOLDER, Claim, Lease
 CLAIM = "epoch-00000001.json"
 
 
-def tear(monkeypatch: pytest.MonkeyPatch, which: int, size: int) -> None:
-    """Let the put with this number write as many bytes, to the claim's own name, and fail."""
-    real, count = Folder.put, 0
+def tear(monkeypatch: pytest.MonkeyPatch, root: Folder, which: int, size: int) -> None:
+    """Let the put with this number write as many bytes, to the claim's own name, and fail.
+
+    Other roots' claims may be renewed meanwhile.
+    """
+    real, count, where = Folder.put, 0, (root / FOLDER).url
 
     def put(folder: Folder, name: str, data: bytes, **options: Any) -> None:
         nonlocal count
-        if name == CLAIM:
+        if (folder.url, name) == (where, CLAIM):
             count += 1
             if count == which:
                 real(folder, name, data[:size], **options)
@@ -38,7 +41,7 @@ def test_the_next_attempt_succeeds(
     first, second = Lease(root), Lease(root)
     leases += [first, second]
     with monkeypatch.context() as patch:
-        tear(patch, which, size)
+        tear(patch, root, which, size)
         with pytest.raises(OSError, match="no more"):
             first.acquire(nothing)
     assert (root / FOLDER).names() == []
@@ -54,7 +57,7 @@ def test_what_may_be_another_writers_stays(
     first, second = Lease(root), Lease(root)
     leases += [first, second]
     with monkeypatch.context() as patch:
-        tear(patch, 1, size)
+        tear(patch, root, 1, size)
         with pytest.raises(OSError, match="no more"):
             first.acquire(nothing)
     assert (root / FOLDER).size(CLAIM) == size
@@ -68,7 +71,7 @@ def test_a_whole_claim_stays_though_its_writing_failed(
     first, second = Lease(root), Lease(root)
     leases += [first, second]
     with monkeypatch.context() as patch:
-        tear(patch, 1, 1 << 20)
+        tear(patch, root, 1, 1 << 20)
         with pytest.raises(OSError, match="no more"):
             first.acquire(nothing)
     assert (root / FOLDER).names() == [CLAIM]
