@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from torchrec_checknrun.dense.tree import all_nodes, inner_optimizers, parameter
 
 logger = logging.getLogger(__name__)
 
-Named = Iterable[tuple[str, torch.Tensor]]
-"""A model's parameters, each with its name."""
 _MOST_NAMES = 3
 
 
@@ -44,19 +42,13 @@ class PendingGradients:
     Args:
         states: state objects; optimizers among them (torch's, TorchRec's wrappers, users') are
             watched, with all optimizers inside, and those that other objects hold.
-        named: returns the model's parameters as they are now. One that is no longer among them
-            holds no checkpoint up: its optimizer's step would not change the model.
-        modules: returns the model's modules, those of FSDP2 among them.
+        model: a parameter that is no longer one of the model's holds no checkpoint up: its
+            optimizer's step would not change the model. Without any there are none.
     """
 
-    def __init__(
-        self,
-        states: Iterable[object],
-        named: Callable[[], Named] = tuple,
-        modules: Callable[[], Iterable[nn.Module]] = tuple,
-    ) -> None:
+    def __init__(self, states: Iterable[object], model: nn.Module | None = None) -> None:
         self._states = tuple(states)
-        self._named, self._modules = named, modules
+        self._model = nn.Module() if model is None else model
         self._watched: dict[int, torch.Tensor] = {}
         """Parameters by ``id``."""
         self._names: dict[int, str] = {}
@@ -95,12 +87,12 @@ class PendingGradients:
         self._waiting &= stepped
         self._warn_of_others()
         sharded = {key for key in stepped if isinstance(self._watched.get(key), DTensor)}
-        if sharded and any(id(p) in sharded for p in _unreduced(self._modules())):
+        if sharded and any(id(p) in sharded for p in _unreduced(self._model.modules())):
             return True
         found = [key for key in self._waiting if has_gradient(self._watched[key])]
         if not found:
             return False
-        present = References([parameter for _, parameter in self._named()])
+        present = References([parameter for _, parameter in self._model.named_parameters()])
         gone = [k for k in found if k in self._names and self._watched[k] not in present]
         for name in [self._names[key] for key in gone if key not in self._told]:
             logger.warning(
@@ -124,7 +116,9 @@ class PendingGradients:
         self._frozen = [p for p in parameters.values() if not _accumulates(p)]
         new = {k: p for k, p in parameters.items() if k not in self._watched and _accumulates(p)}
         if new:
-            self._names |= {id(p): name for name, p in self._named() if id(p) in new}
+            self._names |= {
+                id(p): name for name, p in self._model.named_parameters() if id(p) in new
+            }
         for key, parameter in new.items():
             self._watched[key] = parameter
             self._waiting.add(key)
@@ -187,7 +181,9 @@ class PendingGradients:
                     _first(self._names.get(key, "unnamed") for key in shared),
                     kind,
                 )
-            elif names := [name for name, p in self._named() if id(p) in stepped[kind]]:
+            elif names := [
+                name for name, p in self._model.named_parameters() if id(p) in stepped[kind]
+            ]:
                 self._told.add(kind)
                 logger.warning(
                     "an optimizer %s steps parameters of the model (%s) and is not among the state "

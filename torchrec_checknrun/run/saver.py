@@ -92,10 +92,7 @@ class Saver:
         self._declared = Declared(
             target.states, frozenset(target.per_rank), target.replicated, target.buffers
         )
-        model = self._model
-        self._gradients = PendingGradients(
-            target.states.values(), model.named_parameters, model.modules
-        )
+        self._gradients = PendingGradients(target.states.values(), self._model)
         self.writer = RootWriter(self._root, self.lineage, options.retention)
         self._claim = RootClaim(self._root, ranks, self.writer)
         self.going_on = GoingOn(

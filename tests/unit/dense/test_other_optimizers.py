@@ -51,7 +51,7 @@ def watch(model: nn.Module) -> Iterator[Callable[..., PendingGradients]]:
     made: list[PendingGradients] = []
 
     def make(*states: object) -> PendingGradients:
-        made.append(PendingGradients(states, model.named_parameters))
+        made.append(PendingGradients(states, model))
         return made[-1]
 
     yield make

@@ -35,7 +35,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.fixture
 def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[PendingGradients]:
-    watch = PendingGradients([optimizer], model.named_parameters, model.modules)
+    watch = PendingGradients([optimizer], model)
     yield watch
     watch.close()
 
@@ -60,7 +60,7 @@ def test_accumulated_gradients_wait(
 
 
 def test_parameters_of_no_optimizer_hold_nothing_up(model: nn.Module) -> None:
-    watch = PendingGradients([], model.named_parameters, model.modules)
+    watch = PendingGradients([], model)
     backward(model, last=False)
     assert not watch.waiting
     watch.close()
