@@ -96,14 +96,23 @@ def whole_block(path: Path, tensor: torch.Tensor) -> Block:
     Raises:
         UnsupportedState: it can't be stored.
     """
-    dtype = dtype_name(tensor.dtype)
-    if tensor.layout != torch.strided or tensor.is_meta or dtype not in TORCH_DTYPES:
-        raise UnsupportedState(
-            f"{name_of(path)} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}, which "
-            "only some ranks have: only dense tensors with data can be stored"
-        )
+    require_storable(path, tensor)
     whole, size = Box.whole(tensor.shape), tuple(tensor.shape)
     return Block(path, size, whole, tensor.detach(), elsewhere=True)
+
+
+def require_storable(path: Path, tensor: torch.Tensor) -> None:
+    """Refuse a local tensor that no block can hold.
+
+    Raises:
+        UnsupportedState: it is sparse, has no data, or is of another dtype.
+    """
+    plain = tensor.layout == torch.strided and not tensor.is_meta
+    if not plain or dtype_name(tensor.dtype) not in TORCH_DTYPES:
+        raise UnsupportedState(
+            f"{name_of(path)} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}, which "
+            "is sharded or only some ranks have: only dense tensors with data can be stored"
+        )
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec_checknrun.boxes import Box, Span
 from torchrec_checknrun.dense.tree import WEIGHT, names_table
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.format.chunk import Path, dtype_name, name_of
+from torchrec_checknrun.format.chunk import Path, name_of
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.model.blocks import Block
+from torchrec_checknrun.model.blocks import Block, require_storable
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
-from torchrec_checknrun.values.state import MOST_DEPTH, SHARDED, TORCH_DTYPES
+from torchrec_checknrun.values.state import MOST_DEPTH, SHARDED
 
 MODEL = "model"
 """The state that holds the model's dense parameters."""
@@ -68,12 +68,7 @@ class _Sharded:
             ]
         for part in parts:
             tensor = part.tensor
-            plain = tensor.layout == torch.strided and not tensor.is_meta
-            if not plain or dtype_name(tensor.dtype) not in TORCH_DTYPES:
-                raise UnsupportedState(
-                    f"{self.name} is a sharded {tensor.layout} {tensor.dtype} tensor on "
-                    f"{tensor.device}: only dense tensors with data can be stored"
-                )
+            require_storable(self.path, tensor)
             if tensor.dim() != len(self.size):
                 raise UnsupportedState(
                     f"{self.name} has {len(self.size)} dimensions, and a local shard of it "
