@@ -91,27 +91,29 @@ lint: $(STAMP)
 docs: $(STAMP)
 	$(SITE)
 
-test: $(STAMP)
+# The slow tests, which need a processor for themselves, run two groups at a time.
+test test-full: JOBS = --jobs
+test-full: JOBS = --jobs 2
+test-full: export CHECKNRUN_TESTS = full
+SELECT := $(if $(filter full,$(CHECKNRUN_TESTS)),,-m 'not slow')
+
+test test-full: $(STAMP)
 ifeq ($(ARGS),)
-	@echo 'ruff and mypy, and tests in five groups: all at once, each is shown when it is done'
+	@echo 'ruff and mypy, and tests in five groups: several at once, each is shown when it is done'
 	@# Without the site: tests/docs builds it, as strictly.
-	@$(MAKE) --no-print-directory --keep-going --jobs $(SYNC) lint $(GROUPS) || \
-		{ echo 'make test: FAILED: each line above that begins with "make[1]: ***" names a group'; exit 1; }
-	@echo 'make test: passed: ruff, mypy, layers, $(GROUPS)'
+	@$(MAKE) --no-print-directory --keep-going $(JOBS) $(SYNC) lint $(GROUPS) || \
+		{ echo 'make $@: FAILED: each line above that begins with "make[1]: ***" names a group'; exit 1; }
+	@echo 'make $@: passed: ruff, mypy, layers, $(GROUPS)'
 else
 	@$(MAKE) --no-print-directory check
-	$(PY) -m pytest -m 'not slow' $(ARGS)
+	$(PY) -m pytest $(if $(filter test,$@),-m 'not slow') $(ARGS)
 endif
 
 $(filter tests/%,$(GROUPS)):
-	$(PY) -m pytest -m 'not slow' --durations=20 $@ $(addprefix --ignore=,$(filter $@/%,$(GROUPS)))
+	$(PY) -m pytest $(SELECT) --durations=20 $@ $(addprefix --ignore=,$(filter $@/%,$(GROUPS)))
 
 other-tests:
-	$(PY) -m pytest -m 'not slow' --durations=20 $(addprefix --ignore=,$(filter tests/%,$(GROUPS)))
-
-test-full: export CHECKNRUN_TESTS = full
-test-full: check
-	$(PY) -m pytest --durations=20 $(ARGS)
+	$(PY) -m pytest $(SELECT) --durations=20 $(addprefix --ignore=,$(filter tests/%,$(GROUPS)))
 
 # Nothing of the environment: a C++ compiler alone.
 race:

@@ -12,9 +12,8 @@ import logging
 import re
 import sys
 from collections.abc import Iterable
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 19
 """Bytes of rows that are handled at a time."""
 
-_DTYPE = attrgetter("dtype")
 
 Chosen = slice | np.ndarray
 """A choice among rows: a range of positions, or positions, sorted and distinct int64."""
@@ -160,7 +158,7 @@ def try_copy_rows(
 
 
 class TensorPlaces:
-    """Tells where tensors lie that are looked at every step, in one call for all of them.
+    """Tells whether tensors, looked at every step, lie where they did, in one call for all of them.
 
     Args:
         tensors: kept, and followed where their Python objects are given other memory.
@@ -169,22 +167,25 @@ class TensorPlaces:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
         self._native: Any = None
+        self._forms: list[tuple[Any, ...]] = []
         if has_extension():
             self._native = torch.classes.checknrun.TensorPlaces(self._tensors)
+        else:
+            self._forms = [*map(_form, self._tensors)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, as a copy of a tracked model does, with the copies of the tensors."""
         return TensorPlaces, (self._tensors,)
 
-    def layouts(self) -> tuple[list[int], list[torch.dtype]]:
-        """Return each tensor's address, number of dimensions, shape and strides, one after the
-        other; and the dtypes.
-        """
-        dtypes = [*map(_DTYPE, self._tensors)]
+    def same(self) -> bool:
+        """Return whether each tensor has the address, dtype, shape and strides it had at first."""
         if self._native is not None:
-            return cast("list[int]", self._native.layouts()), dtypes
-        forms = ((t.data_ptr(), t.dim(), *t.shape, *t.stride()) for t in self._tensors)
-        return [number for form in forms for number in form], dtypes
+            return bool(self._native.same(self._tensors))
+        return [*map(_form, self._tensors)] == self._forms
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def part_of(chosen: Chosen, start: int, stop: int) -> Chosen:

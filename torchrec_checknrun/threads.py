@@ -110,13 +110,16 @@ class ReadyThread:
         weakref.finalize(self, work.put, _nothing).atexit = False
 
     def give(self, act: Callable[[], object]) -> threading.Thread | None:
-        """Let the thread run ``act`` and end; call it once.
+        """Let the thread run ``act`` and end; call it once. It takes over a ``gc_paused``.
 
         Returns:
             The thread; None if it is gone, as in a fork of the process.
         """
         if not self._thread.is_alive():
             return None
+        if (pause := getattr(_here, "pause", None)) is not None:
+            pause.handed_over = True
+            act = partial(_after_pause, act)
         self._work.put(act)
         return self._thread
 
@@ -142,14 +145,36 @@ def _do(act: Callable[[], Any], done: Future[Any]) -> None:
         del done  # the future and its error would keep each other, and the failed work's memory
 
 
+class _Pause:
+    """A pause of garbage collection; ``handed_over``: the thread that was given work ends it."""
+
+    handed_over = False
+
+
+_here = threading.local()
+"""``pause``: the calling thread's, if it has begun one."""
+
+
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection in all threads; reference counts still free objects."""
+    """Pause garbage collection in all threads; reference counts still free objects.
+
+    The collection that is due at the end, of what the block has made, is as long as the start of a
+    checkpoint: a ``ReadyThread`` that was given work in the block ends the pause in its place.
+    """
     if not gc.isenabled():
         yield
         return
+    pause = _here.pause = _Pause()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        _here.pause = None
+        if not pause.handed_over:
+            gc.enable()
+
+
+def _after_pause(act: Callable[[], object]) -> None:
+    gc.enable()
+    act()

@@ -1,12 +1,13 @@
-"""Pause the garbage collector within the block only."""
+"""Pause the garbage collector within the block only, or until a thread takes over."""
 
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 
-from torchrec_checknrun.threads import gc_paused
+from torchrec_checknrun.threads import ReadyThread, gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,63 @@ def test_who_has_none_gets_none() -> None:
     try:
         with gc_paused():
             pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_thread_that_is_given_work_ends_the_pause() -> None:
+    ready, seen = ReadyThread("test"), []
+    with gc_paused():
+        thread = ready.give(lambda: seen.append(gc.isenabled()))
+    assert thread is not None
+    thread.join()
+    assert seen == [True]
+    assert gc.isenabled()
+
+
+def test_an_error_after_a_thread_was_given_work() -> None:
+    ready = ReadyThread("test")
+
+    @gc_paused()
+    def fail() -> None:
+        ready.give(lambda: None)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    ready._thread.join()
+    assert gc.isenabled()
+
+
+def test_a_thread_that_is_gone_takes_nothing_over() -> None:
+    ready = ReadyThread("test")
+    ready.end()
+    with gc_paused():
+        assert ready.give(lambda: None) is None
+    assert gc.isenabled()
+
+
+def test_work_given_by_another_thread_goes_on_without_ending_the_pause() -> None:
+    ready, seen = ReadyThread("test"), []
+    with gc_paused():
+        other = threading.Thread(target=lambda: ready.give(lambda: seen.append(gc.isenabled())))
+        other.start()
+        other.join()
+        ready._thread.join()
+        assert seen == [False]
+    assert gc.isenabled()
+
+
+def test_work_after_a_pause_changes_nothing() -> None:
+    ready = ReadyThread("test")
+    with gc_paused():
+        pass
+    gc.disable()
+    try:
+        thread = ready.give(lambda: None)
+        assert thread is not None
+        thread.join()
         assert not gc.isenabled()
     finally:
         gc.enable()

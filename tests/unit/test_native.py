@@ -1,5 +1,6 @@
 """Copy rows' bytes as NumPy's plain indexing does, compiled and not."""
 
+import copy
 import logging
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import torchrec_checknrun
 from tests.examples import examples
 from torchrec_checknrun import native as module
-from torchrec_checknrun.native import Chosen, can_copy, copy_rows, has_extension
+from torchrec_checknrun.native import Chosen, TensorPlaces, can_copy, copy_rows, has_extension
 from torchrec_checknrun.version import __version__, sources_digest
 
 COMPILED = [False, True] if has_extension() else [False]
@@ -229,3 +230,28 @@ class TestLibrary:
         (library,) = Path(torchrec_checknrun.__path__[0]).glob("_C*.so")
         digest = sources_digest(library.parent / "csrc")
         assert f"built of sources {digest};".encode() in library.read_bytes()
+
+
+CHANGES = {
+    "nothing": lambda p: None,
+    "its values": lambda p: p.data.add_(1),
+    "its memory": lambda p: setattr(p, "data", p.data.clone()),
+    "its shape": lambda p: setattr(p, "data", p.data.view(2, 6)),
+    "its strides": lambda p: setattr(p, "data", p.data.as_strided((3, 4), (1, 3))),
+    "its dtype": lambda p: setattr(p, "data", p.data.view(torch.int32)),
+    "the tensor itself": lambda p: torch.utils.swap_tensors(p, torch.nn.Parameter(p.data.clone())),
+}
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("change", CHANGES)
+def test_tensors_lie_where_they_did(
+    change: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "has_extension", lambda: compiled)
+    tensors = [torch.nn.Parameter(torch.rand(3, 4), requires_grad=False) for _ in range(3)]
+    places = TensorPlaces(tensors)
+    assert places.same()
+    CHANGES[change](tensors[1])
+    assert places.same() == (change in ("nothing", "its values"))
+    assert copy.deepcopy(places).same()

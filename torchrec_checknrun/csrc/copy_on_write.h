@@ -101,6 +101,7 @@ class CopyOnWrite {
     for (int64_t i = 0; i < n; ++i) {
       const int64_t row = rows[i];
       if (row < 0 || row >= rows_) throw std::out_of_range("a row is not in the shard");
+      if (i + kStageAhead < n) fetch_ahead(std::clamp<int64_t>(rows[i + kStageAhead], 0, rows_ - 1));
       if (keep || !needed(row) || !claim(row)) {
         elsewhere.push_back(i);
         continue;
@@ -133,7 +134,8 @@ class CopyOnWrite {
   const std::vector<LivePart>& parts() const { return parts_; }
 
  private:
-  static constexpr int64_t kBatch = 512, kAhead = 8, kLookAhead = 32, kLine = 64, kMostAhead = 1024;
+  static constexpr int64_t kBatch = 512, kAhead = 8, kLookAhead = 32, kStageAhead = 16;
+  static constexpr int64_t kLine = 64, kMostAhead = 1024;
 
   static int64_t total_bytes(const std::vector<LivePart>& parts) {
     int64_t total = 0;

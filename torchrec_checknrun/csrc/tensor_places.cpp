@@ -1,34 +1,47 @@
-// torch.classes.checknrun.TensorPlaces: where many tensors lie, asked for in one call.
+// torch.classes.checknrun.TensorPlaces: whether many tensors lie where they did, in one call.
 #include <ATen/core/Tensor.h>
 #include <torch/custom_class.h>
+
+#include <algorithm>
+#include <vector>
 
 namespace checknrun {
 namespace {
 
-// Tensors that are looked at every step. Each follows what is done to its Python object, such as
-// an assignment to ``.data``.
+// Where tensors lay, and in which form. Not the tensors, which Python may swap for others.
 struct TensorPlaces : torch::CustomClassHolder {
-  explicit TensorPlaces(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
-
-  // Returns of each tensor the address, the number of dimensions, the shape and the strides.
-  std::vector<int64_t> layouts() const {
-    std::vector<int64_t> found;
-    found.reserve(6 * tensors_.size());
-    for (const at::Tensor& tensor : tensors_) {
-      found.push_back(address(tensor));
-      found.push_back(tensor.dim());
-      for (const int64_t size : tensor.sizes()) found.push_back(size);
-      for (const int64_t stride : tensor.strides()) found.push_back(stride);
+  explicit TensorPlaces(const std::vector<at::Tensor>& tensors) : count_(tensors.size()) {
+    for (const at::Tensor& tensor : tensors) {
+      visit(tensor, [&](int64_t number) {
+        numbers_.push_back(number);
+        return true;
+      });
     }
-    return found;
+  }
+
+  // Returns whether each tensor has the address, the dtype, the shape and the strides it had.
+  bool same(const std::vector<at::Tensor>& tensors) const {
+    auto next = numbers_.begin();
+    const auto is_next = [&](int64_t number) {
+      return next != numbers_.end() && *next++ == number;
+    };
+    return tensors.size() == count_ &&
+           std::all_of(tensors.begin(), tensors.end(),
+                       [&](const at::Tensor& tensor) { return visit(tensor, is_next); });
   }
 
  private:
-  static int64_t address(const at::Tensor& tensor) {
-    return reinterpret_cast<int64_t>(tensor.const_data_ptr());
+  // Visits the numbers of one tensor while the visitor returns true; returns whether it always did.
+  template <typename Visitor>
+  static bool visit(const at::Tensor& tensor, const Visitor& visitor) {
+    return visitor(reinterpret_cast<int64_t>(tensor.const_data_ptr())) &&
+           visitor(int64_t(tensor.scalar_type())) && visitor(tensor.dim()) &&
+           std::all_of(tensor.sizes().begin(), tensor.sizes().end(), visitor) &&
+           std::all_of(tensor.strides().begin(), tensor.strides().end(), visitor);
   }
 
-  std::vector<at::Tensor> tensors_;
+  const size_t count_;
+  std::vector<int64_t> numbers_;
 };
 
 }  // namespace
@@ -38,5 +51,5 @@ TORCH_LIBRARY_FRAGMENT(checknrun, library) {
   using checknrun::TensorPlaces;
   library.class_<TensorPlaces>("TensorPlaces")
       .def(torch::init<std::vector<at::Tensor>>())
-      .def("layouts", &TensorPlaces::layouts);
+      .def("same", &TensorPlaces::same);
 }

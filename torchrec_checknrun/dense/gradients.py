@@ -51,6 +51,8 @@ class PendingGradients:
         self._model = nn.Module() if model is None else model
         self._watched: dict[int, torch.Tensor] = {}
         """Parameters by ``id``."""
+        self._sharded: set[int] = set()
+        """Those that are DTensors."""
         self._names: dict[int, str] = {}
         """Names of those that were the model's when first seen."""
         self._known: set[int] = set()
@@ -60,7 +62,7 @@ class PendingGradients:
         self._told: set[object] = set()
         self._waiting: set[int] = set()
         self._frozen: list[torch.Tensor] = []
-        """Parameters that can't have a gradient at present."""
+        """Parameters that can't have a gradient at present, and aren't watched."""
         self._sizes: list[tuple[weakref.ref[Optimizer], int]] = []
         self._inside: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]]
         self._inside = weakref.WeakKeyDictionary()
@@ -86,7 +88,7 @@ class PendingGradients:
         stepped = self._watch()
         self._waiting &= stepped
         self._warn_of_others()
-        sharded = {key for key in stepped if isinstance(self._watched.get(key), DTensor)}
+        sharded = stepped & self._sharded
         if sharded and any(id(p) in sharded for p in _unreduced(self._model.modules())):
             return True
         found = [key for key in self._waiting if has_gradient(self._watched[key])]
@@ -113,14 +115,17 @@ class PendingGradients:
         optimizers = list(torch_optimizers([*self._states, *self._held()]))
         parameters = {id(p): p for o in optimizers for p in parameters_of(o)}
         self._known = set(map(id, optimizers))
-        self._frozen = [p for p in parameters.values() if not _accumulates(p)]
-        new = {k: p for k, p in parameters.items() if k not in self._watched and _accumulates(p)}
+        unknown = {k: p for k, p in parameters.items() if k not in self._watched}
+        self._frozen = [p for p in unknown.values() if not _accumulates(p)]
+        new = {k: p for k, p in unknown.items() if _accumulates(p)}
         if new:
             self._names |= {
                 id(p): name for name, p in self._model.named_parameters() if id(p) in new
             }
         for key, parameter in new.items():
             self._watched[key] = parameter
+            if isinstance(parameter, DTensor):
+                self._sharded.add(key)
             self._waiting.add(key)
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
         self._sizes = [(weakref.ref(o), _size(o)) for o in optimizers]

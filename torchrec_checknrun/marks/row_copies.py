@@ -72,7 +72,7 @@ class RowCopies:
     def __init__(self, overflow: Overflow, wait_seconds: float) -> None:
         self.overflow = overflow
         self.protection = Protection()
-        self._kernels: list[Any] = []
+        self._kernels: list[KernelCopies] = []
         self._wait_seconds = wait_seconds
         self._changed = threading.Condition()
         self._over = self._complete = False
@@ -88,8 +88,8 @@ class RowCopies:
         """The reason why the copies can't be used; None if they can."""
         return self._failure
 
-    def add(self, kernel: Any) -> None:
-        """Add the compiled object of a kernel's shards."""
+    def add(self, kernel: KernelCopies) -> None:
+        """Add the copies of a kernel's shards."""
         self._kernels.append(kernel)
 
     def fail(self, error: BaseException) -> None:
@@ -223,15 +223,54 @@ class ShardAtCut:
 class KernelCopies:
     """The shards of one kernel whose rows are copied before they change.
 
+    The compiled object is made by whoever first needs it, best the background: a cut only notes
+    what it is made of.
+
     Args:
         shards: by place among the kernel's shards.
     """
 
     def __init__(self, copies: RowCopies, shards: Mapping[int, ShardAtCut]) -> None:
         self.copies = copies
+        self._at_cut = shards
+        self._native: Any = None
+        self._lock = threading.RLock()  # a signal's handler may abandon what its thread makes
+        copies.add(self)
+        self.shards = {
+            place: ShardCopies(self, place, shard.tensors) for place, shard in shards.items()
+        }
+
+    @property
+    def native(self) -> Any:
+        """The compiled object; from any thread.
+
+        Raises:
+            RuntimeError, ValueError, MemoryError: it can't be made.
+        """
+        if self._native is None:
+            with self._lock:
+                if self._native is None:
+                    self._native = self._made()
+        return self._native
+
+    def abandon(self) -> None:
+        """End protection."""
+        with self._lock:
+            if self._native is not None:
+                self._native.abandon()
+
+    def protected_rows(self) -> int:
+        """Return the number of rows copied before they changed."""
+        return 0 if self._native is None else int(self._native.protected_rows())
+
+    def longest_wait_ns(self) -> int:
+        """Return the longest wait, in nanoseconds, for a row that was just being copied."""
+        return 0 if self._native is None else int(self._native.longest_wait_ns())
+
+    def _made(self) -> Any:
         tensors: list[torch.Tensor] = []
         layout: list[int] = []
-        for place, shard in shards.items():
+        for place, shard in self._at_cut.items():
             frozen = shard.frozen
             if frozen is None:  # all rows
                 frozen = []
@@ -242,14 +281,10 @@ class KernelCopies:
             layout.append(len(shard.tensors))
             tensors += [marks for marks, _ in frozen]
             tensors += [*shard.tensors, shard.states]
-        self.native: Any = torch.classes.checknrun.KernelRows(
-            tensors, layout, copies.overflow.native
-        )
-        copies.add(self.native)
-        self.shards = {
-            place: ShardCopies(copies, self.native, place, shard.tensors)
-            for place, shard in shards.items()
-        }
+        made = torch.classes.checknrun.KernelRows(tensors, layout, self.copies.overflow.native)
+        if self.copies.over:  # ``abandon`` found nothing to end
+            made.abandon()
+        return made
 
     def before_update(
         self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
@@ -282,10 +317,7 @@ class KernelCopies:
 class ShardCopies:
     """The rows of one shard as of a cut, for the background."""
 
-    def __init__(
-        self, copies: RowCopies, kernel: Any, place: int, tensors: Sequence[torch.Tensor]
-    ) -> None:
-        self._copies = copies
+    def __init__(self, kernel: KernelCopies, place: int, tensors: Sequence[torch.Tensor]) -> None:
         self._kernel = kernel
         self._place = place
         self._tensors = tensors
@@ -293,7 +325,7 @@ class ShardCopies:
     @functools.cached_property
     def native(self) -> Any:
         """The compiled object of this shard, looked up behind training."""
-        return self._kernel.shard(self._place)
+        return self._kernel.native.shard(self._place)
 
     def stage(
         self, positions: torch.Tensor, row_start: int, memory: torch.Tensor, offsets: list[int]
@@ -332,6 +364,6 @@ class ShardCopies:
         try:
             yield
         except RuntimeError:
-            if self._copies.failure is not None:
-                raise self._copies.failure from None
+            if (failure := self._kernel.copies.failure) is not None:
+                raise failure from None
             raise

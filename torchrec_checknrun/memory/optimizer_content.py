@@ -67,7 +67,7 @@ class OptimizerContent:
         """
         if not self._nest:
             return None
-        if self._seen is None or self._seen != self._found():
+        if self._seen is None or self._seen != self._found() or not self._places.same():
             self._seen = None
             if not self._look():
                 return None
@@ -123,7 +123,7 @@ class OptimizerContent:
         hooks = (vars(inner).get(name, ()) for name in _OF_STATE_DICT)
         groups = (group["params"] for group in inner.param_groups)
         sizes = [[*map(len, each)] for each in (inner.state.values(), groups, hooks)]
-        return [*map(id, self._objects())], sizes, self._places.layouts()
+        return [*map(id, self._objects())], sizes
 
     def _objects(self) -> Iterator[object]:
         """Iterate over all objects, but options, whose identity decides on the content."""

@@ -57,7 +57,7 @@ class ModuleTree:
         object, or memory of the model's state lies elsewhere or in another form, than when it was
         last asked for.
         """
-        if not (self._known and self._holds_same() and self._now() == self._before):
+        if not (self._known and self._holds_same()):
             self._look()
             self._generation += 1
         return self._generation
@@ -118,18 +118,20 @@ class ModuleTree:
         self._known = True
 
     def _holds_same(self) -> bool:
-        """Return whether the containers hold the same objects, as many as before, found by loops in
-        C: a large model has thousands.
+        """Return whether the containers hold the same objects, as many as before, in the same
+        memory, found by loops in C: a large model has thousands.
         """
-        return [*map(len, self._held)] == self._sizes and all(
-            map(is_, chain.from_iterable(self._filled), self._kept)
+        return (
+            [*map(len, self._held)] == self._sizes
+            and all(map(is_, chain.from_iterable(self._filled), self._kept))
+            and self._places.same()
+            and self._now() == self._before
         )
 
     def _now(self) -> list[list[Any]]:
         """Return all else that is compared."""
         return [
             [id(collection._lookups) for collection in self._collections],
-            [*self._places.layouts()],
             [
                 (t.data_ptr(), t.shape, t.dtype, t.stride())
                 for t in chain(*map(local_tensors, self._sharded))

@@ -149,6 +149,15 @@ class CutRows:
         for watch, copies in self._watches.items():
             watch.copies = copies
 
+    def make_ready(self) -> None:
+        """Make the kernels' compiled objects, so that no hook has to; call this in the background.
+
+        Raises:
+            RuntimeError, ValueError, MemoryError: one can't be made.
+        """
+        for copies in list(self._watches.values()):
+            _ = copies.native
+
     def finish(self) -> None:
         """Check that each row of the cut was copied once and nobody wrote unseen; end protection.
 

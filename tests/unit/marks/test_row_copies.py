@@ -22,7 +22,12 @@ from tests.unit.marks.row_copy_cases import (
     tensors,
 )
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.marks.row_copies import PAGE_BYTES, RowCopies, can_copy_on_write
+from torchrec_checknrun.marks.row_copies import (
+    PAGE_BYTES,
+    KernelCopies,
+    RowCopies,
+    can_copy_on_write,
+)
 from torchrec_checknrun.native import has_extension
 
 pytestmark = pytest.mark.skipif(
@@ -209,7 +214,7 @@ def test_released_by_another_thread_while_counted() -> None:
     """Count on, though the background lets go of the shards in the middle (found by CI)."""
     copies = RowCopies(overflow(2), SLACK)
 
-    class Counted:
+    class Counted(KernelCopies):
         released = False
 
         def protected_rows(self) -> int:
@@ -221,6 +226,6 @@ def test_released_by_another_thread_while_counted() -> None:
         def longest_wait_ns(self) -> int:
             return 2_000_000_000
 
-    copies.add(Counted())
+    Counted(copies, {})  # adds itself
     assert copies.count().rows == 7
     assert copies.count().row_seconds == 2
