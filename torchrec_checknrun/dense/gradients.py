@@ -59,6 +59,10 @@ class PendingGradients:
         """The optimizers' ids."""
         self._others: dict[int, weakref.ref[Optimizer]] = {}
         """Optimizers, by ``id``, that have stepped since the last look, and were not known."""
+        self._examined: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Those that were looked at since the last new parameter, each with its size: most belong
+        to other models.
+        """
         self._told: set[object] = set()
         self._waiting: set[int] = set()
         self._frozen: list[torch.Tensor] = []
@@ -119,6 +123,7 @@ class PendingGradients:
         self._frozen = [p for p in unknown.values() if not _accumulates(p)]
         new = {k: p for k, p in unknown.items() if _accumulates(p)}
         if new:
+            self._examined.clear()
             self._names |= {
                 id(p): name for name, p in self._model.named_parameters() if id(p) in new
             }
@@ -147,7 +152,11 @@ class PendingGradients:
             (known := of()) is not None and _size(known) != size for of, size in self._sizes
         ):
             self._watch()
-        if id(optimizer) not in self._known and not wraps_another(optimizer):
+        if (
+            id(optimizer) not in self._known
+            and self._examined.get(optimizer) != _size(optimizer)
+            and not wraps_another(optimizer)
+        ):
             self._others[id(optimizer)] = weakref.ref(optimizer)
         if not self._waiting:
             return
@@ -172,6 +181,7 @@ class PendingGradients:
         stepped: dict[str, dict[int, torch.Tensor]] = {}
         for of in others.values():
             if (optimizer := of()) is not None and id(optimizer) not in known:
+                self._examined[optimizer] = _size(optimizer)
                 own = stepped.setdefault(type(optimizer).__name__, {})
                 own.update((id(p), p) for p in parameters_of(optimizer))
         for kind in stepped.keys() - self._told:

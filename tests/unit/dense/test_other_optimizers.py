@@ -125,6 +125,33 @@ def test_optimizers_that_are_known_or_of_another_model(
     assert texts(caplog) == []
 
 
+def test_an_optimizer_of_another_model_is_examined_once(
+    model: nn.Module,
+    watch: Callable[..., PendingGradients],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Spare later saves a walk over the model, and look again once it steps more parameters."""
+    known, other = torch.optim.Adam(model[0].parameters()), nn.Sequential(nn.Linear(3, 1))
+    watched, elsewhere = watch(known), torch.optim.SGD(other.parameters(), lr=0.1)
+    walks, walk = [], model.named_parameters
+
+    def named_parameters(*arguments: Any, **options: Any) -> Any:
+        walks.append(1)
+        return walk(*arguments, **options)
+
+    monkeypatch.setattr(model, "named_parameters", named_parameters)
+    for _ in range(3):
+        step(other, elsewhere)
+        assert not watched.waiting
+    assert len(walks) == 1
+    elsewhere.add_param_group({"params": list(model[1].parameters())})
+    step(other, elsewhere)
+    assert not watched.waiting
+    (text,) = texts(caplog)
+    assert "SGD steps parameters of the model (1.bias, 1.weight)" in text
+
+
 @pytest.mark.parametrize("kind", [Trainer, SlottedTrainer])
 def test_an_optimizer_inside_an_object(
     model: nn.Module,
