@@ -132,7 +132,8 @@ def test_an_optimizer_of_another_model_is_examined_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Spare later saves a walk over the model, and look again once it steps more parameters."""
-    known, other = torch.optim.Adam(model[0].parameters()), nn.Sequential(nn.Linear(3, 1))
+    first, second = model.children()
+    known, other = torch.optim.Adam(first.parameters()), nn.Sequential(nn.Linear(3, 1))
     watched, elsewhere = watch(known), torch.optim.SGD(other.parameters(), lr=0.1)
     walks, walk = [], model.named_parameters
 
@@ -145,7 +146,7 @@ def test_an_optimizer_of_another_model_is_examined_once(
         step(other, elsewhere)
         assert not watched.waiting
     assert len(walks) == 1
-    elsewhere.add_param_group({"params": list(model[1].parameters())})
+    elsewhere.add_param_group({"params": list(second.parameters())})
     step(other, elsewhere)
     assert not watched.waiting
     (text,) = texts(caplog)
