@@ -38,6 +38,8 @@ from torchrec_checknrun.dense.param_groups import (
 )
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.state_dicts import (
+    load_own,
+    own_state_dict,
     present_state,
     same_objects,
     state_dict_of,
@@ -172,7 +174,7 @@ class DenseOptimizer:
         check_wrappers(tree_items(stored.get(WRAPPERS)), found, path, strict)
         parameters = list(self._parameters)
         made = {p.key: state for p in parameters if (state := p.state) is not None}
-        content = self._content(self._state.state_dict(), found, parameters, made)
+        content = self._content(own_state_dict(self._state), found, parameters, made)
         left_out = self._kept | self._own().keys()
         live = {k: _fixed(v) for k, v in content["state"].items() if k not in left_out}
         live |= dict.fromkeys(self._own().keys() & saved.keys())
@@ -187,8 +189,7 @@ class DenseOptimizer:
             for key, (node, of_node) in self._own().items():
                 if key in restored["state"]:
                     node.optimizer.state[of_node] = dict(restored["state"][key])
-        given = self._state.state_dict()
-        form = restored.pop(_FORM, None)
+        given, form = own_state_dict(self._state), restored.pop(_FORM, None)
         loaded: Collection[Key] = ()
         unshown: Collection[Key] = ()
         if not self._is_own_form(given):
@@ -199,7 +200,7 @@ class DenseOptimizer:
             loaded, form = state.keys(), self._by_key(own, back=True)
         if form is not None:
             with same_objects(all_nodes(self._state)):
-                self._state.load_state_dict(form)
+                load_own(self._state, form)
         for parameter in self._parameters:
             apart = parameter.key not in loaded or parameter.key in unshown
             if apart and parameter.key in restored["state"]:

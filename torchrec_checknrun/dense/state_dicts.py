@@ -20,6 +20,8 @@ from operator import methodcaller
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
@@ -44,6 +46,25 @@ _told: dict[int, weakref.ref[Optimizer]] = {}
 """Wrappers, by ``id``, that a warning has named."""
 
 
+def own_state_dict(state: Stateful) -> Any:
+    """Return a state object's state dict; a ``ZeroRedundancyOptimizer``'s without state.
+
+    Its own is that of all ranks, as it was when last gathered, or an error. Each rank's part is in
+    the optimizer inside, which is stored as any hidden one.
+    """
+    if isinstance(state, ZeroRedundancyOptimizer):
+        return {**Optimizer.state_dict(state), "state": {}}
+    return state.state_dict()
+
+
+def load_own(optimizer: Optimizer, content: Any) -> None:
+    """Load what ``own_state_dict`` returned."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        Optimizer.load_state_dict(optimizer, content)
+    else:
+        optimizer.load_state_dict(content)
+
+
 def state_dict_of(optimizer: Optimizer, tables: Collection[str]) -> Any:
     """Return an optimizer's state dict; that of TorchRec's ``CombinedOptimizer`` without parts that
     hold nothing but the sharded state of fused tables.
@@ -52,7 +73,7 @@ def state_dict_of(optimizer: Optimizer, tables: Collection[str]) -> Any:
         tables: names of the model's tables in fused kernels.
     """
     if type(optimizer) is not CombinedOptimizer or "state_dict" in vars(optimizer):
-        return optimizer.state_dict()
+        return own_state_dict(optimizer)
     parts = list(_parts(optimizer, ""))
     left = [part for part in parts if not _is_of_tables(*part, tables)]
     if len(left) == len(parts):
@@ -253,7 +274,7 @@ def _same_dicts(optimizer: Optimizer) -> Iterator[None]:
     groups: Any = optimizer.param_groups
     state: Any = optimizer.state
     contents = list(groups)
-    before = {parameter: dict(values) for parameter, values in state.items()}
+    before = {parameter: dict(values or {}) for parameter, values in state.items()}
     yield
     if len(optimizer.param_groups) != len(contents):
         return  # a user's load_state_dict made other groups

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.dense.optimizers import left_to_others, tables_of_others
+from torchrec_checknrun.dense.optimizers import left_to_others, partitioned, tables_of_others
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.options.agreement import agreed
@@ -88,6 +88,7 @@ class Assembly:
             # A table may be unsupported on one rank only: the rank that holds it.
             tracked = agreed(ranks, lambda: _track(options.model, states), _tables)
             tracked.dense.agree(ranks)
+            ranks.on_all_ranks(lambda: _require_declared(options))
             options = options.without_buffers(tracked.dense.of_some)
             options = _storable(options, tracked, ranks)
             target = _target(options, tracked)
@@ -214,6 +215,30 @@ def _refuse_other_models(states: Mapping[str, Stateful], tracked: TrackedModel) 
             'as one, model=nn.ModuleDict({"first": …, "second": …}); after a reshard, give a new '
             "optimizer"
         )
+
+
+def _require_declared(options: Options) -> None:
+    """Refuse optimizers of which each rank has a part of the state, unless declared so; warn of
+    those that a user's object holds.
+
+    Raises:
+        UnsupportedState: names the state, and the remedy.
+    """
+    for name, stored in partitioned(options.states):
+        if not stored:
+            logger.warning(
+                "state %r holds a ZeroRedundancyOptimizer: its state_dict() raises an error, or "
+                "shows what consolidate_state_dict() last gathered. Give the optimizer itself, "
+                'state={"optimizer": PerRank(optimizer)}, and leave it out of the object\'s own '
+                "state_dict()",
+                name,
+            )
+        elif not isinstance(options.state[name], PerRank):
+            raise UnsupportedState(
+                f"state {name!r} is or holds a ZeroRedundancyOptimizer, and each rank has a part "
+                "of its state: declare it, state={"
+                f"{name!r}: PerRank(optimizer)}}. It comes back on as many ranks"
+            )
 
 
 def _warn_of_optimizers(states: Mapping[str, Stateful]) -> None:
