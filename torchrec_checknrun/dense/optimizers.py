@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import optim
+import torch.distributed as dist
+from torch import nn, optim
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_checknrun.dense.tree import (
     all_nodes,
+    attributes,
     fused_keys,
     inner_optimizers,
     names_table,
@@ -126,6 +128,22 @@ def partitioned(states: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
             yield name, True
         elif any(id(each) not in kept for each in found):
             yield name, False
+
+
+def unsaved_hooks(model: nn.Module, states: Iterable[object]) -> set[str]:
+    """Return the kinds of state that DistributedDataParallel's communication hooks keep (errors to
+    feed back, steps until local ones begin), of which no state object is or holds the one there.
+    """
+    kept = {id(each) for state in states for each in (state, *attributes(state).values())}
+    return {
+        type(held).__name__
+        for module in model.modules()
+        for _, held in getattr(module, "_comm_hooks", ())
+        if attributes(held)
+        and not isinstance(held, dist.ProcessGroup)
+        and id(held) not in kept
+        and not type(held).__name__.startswith("_")  # torch's own, of one step
+    }
 
 
 def _loses(optimizer: KeyedOptimizer, kept: Collection[int]) -> bool:

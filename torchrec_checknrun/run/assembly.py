@@ -16,7 +16,12 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.dense.optimizers import left_to_others, partitioned, tables_of_others
+from torchrec_checknrun.dense.optimizers import (
+    left_to_others,
+    partitioned,
+    tables_of_others,
+    unsaved_hooks,
+)
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.options.agreement import agreed
@@ -94,6 +99,7 @@ class Assembly:
             target = _target(options, tracked)
             background = _background(options, target, ranks, background_ranks)
             _warn_of_optimizers(states)
+            _warn_of_hooks(options.model, states)
         except BaseException:
             if tracked is not None:
                 tracked.close()
@@ -252,6 +258,17 @@ def _warn_of_optimizers(states: Mapping[str, Stateful]) -> None:
             " and, of combined optimizers inside a wrapper, the parameters' state (Adam's moments)"
             if hides
             else "",
+        )
+
+
+def _warn_of_hooks(model: nn.Module, states: Mapping[str, Stateful]) -> None:
+    """Warn of communication hooks with state that would be lost."""
+    for kind in sorted(unsaved_hooks(model, states.values())):
+        logger.warning(
+            "a communication hook of DistributedDataParallel keeps a %s that no checkpoint holds: "
+            "a restored run begins with a new one. Give its values as a state object, in an object "
+            'with the hook\'s state in an attribute: state={"hook": PerRank(…)}',
+            kind,
         )
 
 
