@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import queue
 import threading
 import time
@@ -119,7 +120,7 @@ class ReadyThread:
             return None
         if (pause := getattr(_here, "pause", None)) is not None:
             pause.handed_over = True
-            act = partial(_after_pause, act)
+            act = partial(_after_pause, pause, act)
         self._work.put(act)
         return self._thread
 
@@ -150,7 +151,16 @@ class _Pause:
 
     handed_over = False
 
+    def __init__(self) -> None:
+        _pauses.add(self)
+        gc.disable()
 
+    def end(self) -> None:
+        gc.enable()
+        _pauses.discard(self)
+
+
+_pauses: set[_Pause] = set()
 _here = threading.local()
 """``pause``: the calling thread's, if it has begun one."""
 
@@ -159,22 +169,30 @@ _here = threading.local()
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection in all threads; reference counts still free objects.
 
-    The collection that is due at the end, of what the block has made, is as long as the start of a
-    checkpoint: a ``ReadyThread`` that was given work in the block ends the pause in its place.
+    The collection that is due at the end, of what the block has made, takes a good part of the
+    start of a checkpoint: a ``ReadyThread`` that was given work in the block ends the pause in its
+    place. A fork of the process collects at once: it has none of the other threads.
     """
     if not gc.isenabled():
         yield
         return
     pause = _here.pause = _Pause()
-    gc.disable()
     try:
         yield
     finally:
         _here.pause = None
         if not pause.handed_over:
-            gc.enable()
+            pause.end()
 
 
-def _after_pause(act: Callable[[], object]) -> None:
-    gc.enable()
+def _after_pause(pause: _Pause, act: Callable[[], object]) -> None:
+    pause.end()
     act()
+
+
+def _end_pauses() -> None:
+    for pause in list(_pauses):
+        pause.end()
+
+
+os.register_at_fork(after_in_child=_end_pauses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 
 import pytest
@@ -93,5 +94,38 @@ def test_work_after_a_pause_changes_nothing() -> None:
         assert thread is not None
         thread.join()
         assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def enabled_in_a_fork() -> bool:
+    child = os.fork()
+    if child == 0:
+        os._exit(gc.isenabled())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_fork_collects_though_the_thread_that_was_to_end_the_pause_is_not_there() -> None:
+    """Let workers of a data loader collect that are started right after a save."""
+    ready, go, inside = ReadyThread("test"), threading.Event(), threading.Event()
+
+    @gc_paused()
+    def wait() -> None:
+        inside.set()
+        go.wait(60)
+
+    with gc_paused():
+        assert enabled_in_a_fork()
+    waiting = ready.give(wait)
+    inside.wait(60)
+    assert not gc.isenabled()
+    assert enabled_in_a_fork()
+    go.set()
+    assert waiting is not None
+    waiting.join()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        assert not enabled_in_a_fork()
     finally:
         gc.enable()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.state import SHARDED
 
 BUFFERS = "model.buffers"
@@ -120,16 +121,18 @@ class PerRankBuffers:
 
 def buffer_names(model: nn.Module, content: Mapping[str, Any]) -> frozenset[str]:
     """Find a model's buffers in its state dict by memory, since wrappers may rename them."""
-    memory = {_place(buffer) for buffer in model.buffers() if not isinstance(buffer, SHARDED)}
+    memory = {_place(buffer) for buffer in model.buffers() if _has_place(buffer)}
     if not memory:
         return frozenset()
     return frozenset(
         name
         for name, value in content.items()
-        if isinstance(value, torch.Tensor)
-        and not isinstance(value, SHARDED)
-        and _place(value) in memory
+        if isinstance(value, torch.Tensor) and _has_place(value) and _place(value) in memory
     )
+
+
+def _has_place(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, SHARDED) and is_dense(tensor)
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -15,6 +15,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,17 +62,17 @@ class PendingGradients:
         """The optimizers' ids."""
         self._others: dict[int, weakref.ref[Optimizer]] = {}
         """Optimizers, by ``id``, that have stepped since the last look, and were not known."""
-        self._examined: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._examined: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         """Those that were looked at since the last new parameter, each with its size: most belong
-        to other models.
+        to other models. By ``id``: a user's optimizer may have no hash.
         """
         self._told: set[object] = set()
         self._waiting: set[int] = set()
         self._frozen: list[torch.Tensor] = []
         """Parameters that can't have a gradient at present, and aren't watched."""
         self._sizes: list[tuple[weakref.ref[Optimizer], int]] = []
-        self._inside: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]]
-        self._inside = weakref.WeakKeyDictionary()
+        self._inside: dict[int, list[weakref.ref[Optimizer]]] = {}
+        """By the ``id`` of each optimizer that has stepped since the last look, those inside."""
         self._watch()
         self._waiting.clear()  # whether earlier gradients were applied is unknown
         method = weakref.WeakMethod(self._stepped)
@@ -165,20 +166,24 @@ class PendingGradients:
             self._watch()
         if (
             id(optimizer) not in self._known
-            and self._examined.get(optimizer) != _size(optimizer)
+            and not self._was_examined(optimizer)
             and not wraps_another(optimizer)
         ):
             self._others[id(optimizer)] = weakref.ref(optimizer)
         if not self._waiting:
             return
         stepped = set(map(id, parameters_of(optimizer)))
-        if optimizer not in self._inside:
+        if id(optimizer) not in self._inside:
             inside = [node.optimizer for node in all_nodes(optimizer)]
-            self._inside[optimizer] = [weakref.ref(o) for o in inside if o is not optimizer]
-        for of in self._inside[optimizer]:
+            self._inside[id(optimizer)] = [weakref.ref(o) for o in inside if o is not optimizer]
+        for of in self._inside[id(optimizer)]:
             if (inner := of()) is not None:
                 stepped.difference_update(map(id, parameters_of(inner)))
         self._waiting -= stepped
+
+    def _was_examined(self, optimizer: Optimizer) -> bool:
+        of, size = self._examined.get(id(optimizer), (None, 0))
+        return of is not None and of() is optimizer and size == _size(optimizer)
 
     def _has_unheard(self, optimizer: Optimizer) -> bool:
         """Return whether a known optimizer has a parameter in another's place, or a swapped one."""
@@ -198,7 +203,9 @@ class PendingGradients:
         stepped: dict[str, dict[int, torch.Tensor]] = {}
         for of in others.values():
             if (optimizer := of()) is not None and id(optimizer) not in known:
-                self._examined[optimizer] = _size(optimizer)
+                key, examined = id(optimizer), self._examined
+                gone = partial(_forget, examined, key)
+                examined[key] = weakref.ref(optimizer, gone), _size(optimizer)
                 own = stepped.setdefault(type(optimizer).__name__, {})
                 own.update((id(p), p) for p in parameters_of(optimizer))
         for kind in stepped.keys() - self._told:
@@ -257,6 +264,10 @@ class _Hook:
 
     def _held(self) -> int:
         return sys.getrefcount(self._parameter._post_accumulate_grad_hooks)
+
+
+def _forget(known: dict[int, Any], key: int, _: object) -> None:
+    known.pop(key, None)
 
 
 def _first(names: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from torchrec_checknrun.model.blocks import Block, whole_block
 from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.values.dense import require_dense
 from torchrec_checknrun.values.state import Tree, encode_state
 
 if TYPE_CHECKING:
@@ -123,6 +124,9 @@ class DenseModel:
         live = {MODEL: self._model.state_dict()}
         stored = self.stored()
         dense = drop_tables(live[MODEL], stored)
+        for name, value in dense.items():
+            if isinstance(value, torch.Tensor):
+                require_dense(value, f"{MODEL}.{name}")
         of_some = {name: dense.pop(name) for name in sorted(self.of_some & dense.keys())}
         found = DensePart(self._model, dense, of_some, find_blocks(live, stored))
         self._generation = self._tree.generation()

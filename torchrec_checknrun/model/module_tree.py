@@ -21,6 +21,7 @@ from torchrec.distributed.composable.table_batched_embedding_slice import (
 from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.native import TensorPlaces
+from torchrec_checknrun.values.dense import is_dense
 
 _PLAIN = (torch.Tensor, nn.Parameter, TableBatchedEmbeddingSlice)
 """Types of tensors that are all here, and of which nothing but their memory is looked at."""
@@ -106,7 +107,7 @@ class ModuleTree:
             for tensor in chain(module._parameters.values(), module._buffers.values())
             if tensor is not None
         ]
-        self._tensors = [t for t in tensors if type(t) in _PLAIN]
+        self._tensors = [t for t in tensors if type(t) in _PLAIN and is_dense(t)]
         self._sharded = [t for t in tensors if type(t) not in _PLAIN]
         self._places = TensorPlaces(self._tensors)
         self._sizes = [*map(len, self._held)]

@@ -26,6 +26,7 @@ from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.blocks import Block, require_storable
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
+from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.state import MOST_DEPTH, SHARDED
 
 MODEL = "model"
@@ -96,7 +97,9 @@ class StoredTables:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a local tensor is a view of table memory; an empty one always is."""
-        return not tensor.numel() or tensor.untyped_storage().data_ptr() in self.memory
+        if not tensor.numel():
+            return True
+        return is_dense(tensor) and tensor.untyped_storage().data_ptr() in self.memory
 
     def covers(self, value: object) -> bool:
         """Return whether a state-dict leaf is restored as table rows or blocks.
@@ -193,7 +196,11 @@ class _Walk:
                 and isinstance(item, torch.Tensor)
                 and not isinstance(item, SHARDED)
             ):
-                if not (item.untyped_storage().data_ptr() in memory and item.numel()):
+                if not (
+                    item.layout is torch.strided
+                    and item.untyped_storage().data_ptr() in memory
+                    and item.numel()
+                ):
                     kept[key] = item
                     self.plain.append(item)
             else:

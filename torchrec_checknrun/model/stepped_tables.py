@@ -35,11 +35,15 @@ class Stepped(NamedTuple):
 
 @dataclass(frozen=True)
 class _Known:
-    """The tables that an optimizer steps, with the parameters and memory that they depend on."""
+    """The tables that an optimizer steps, with the parameters and memory that they depend on.
+
+    Parameters are held as by the optimizer, which ends this: PyTorch swaps no tensor that has weak
+    references.
+    """
 
     optimizer: weakref.ref[Optimizer]
     address: int
-    parameters: tuple[tuple[weakref.ref[torch.Tensor], ...], ...]
+    parameters: list[list[torch.Tensor]]
     stepped: tuple[Stepped, ...]
     places: list[int]
 
@@ -54,7 +58,7 @@ class _Known:
             parameters = group["params"]
             if len(parameters) != len(known):
                 return False
-            if not all(map(operator.is_, parameters, [ref() for ref in known])):
+            if not all(map(operator.is_, parameters, known)):
                 return False
         return self.places == [each.parameter.data_ptr() for each in self.stepped]
 
@@ -82,7 +86,8 @@ class SteppedTables:
         weights = self.weights()
         assert self._memory is not None
         address = self._memory[1]
-        known = self._known.get(id(optimizer))
+        key, all_known = id(optimizer), self._known
+        known = all_known.get(key)
         if known is not None and known.holds(optimizer, address):
             return known.stepped
         stepped = tuple(
@@ -92,12 +97,8 @@ class SteppedTables:
             for table, weight in enumerate(weights)
             if is_same_memory(parameter, weight)
         )
-        parameters = tuple(
-            tuple(weakref.ref(parameter) for parameter in group["params"])
-            for group in optimizer.param_groups
-        )
+        parameters = [list(group["params"]) for group in optimizer.param_groups]
         places = [weights[each.table].data_ptr() for each in stepped]
-        alive = {key: known for key, known in self._known.items() if known.optimizer() is not None}
-        found = _Known(weakref.ref(optimizer), address, parameters, stepped, places)
-        self._known = {**alive, id(optimizer): found}
+        held = weakref.ref(optimizer, lambda _: all_known.pop(key, None))
+        all_known[key] = _Known(held, address, parameters, stepped, places)
         return stepped

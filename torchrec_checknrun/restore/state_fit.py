@@ -16,6 +16,7 @@ from torchrec_checknrun.values.state import (
     are_convertible,
     is_sharded,
     never,
+    raw_bytes,
     tree_items,
     tree_values,
 )
@@ -157,10 +158,24 @@ def merge_state(
                 merge_state(known, {k: v for k, v in value.items() if k in known}, kept=kept)
         return current
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
-        with torch.no_grad():
-            current.copy_(saved)
+        _copy(saved, current)
         return current
     return _graft(current, saved, kept)
+
+
+@torch.no_grad()
+def _copy(saved: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy saved values into a live tensor, of which an expanded one shows a value many times."""
+    shown, values = target, saved
+    for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if stride == 0 and size > 1:
+            shown, values = shown.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    if shown is not target and not raw_bytes(values.expand_as(saved)) == raw_bytes(saved):
+        raise IncompatibleCheckpoint(
+            f"a tensor of shape {tuple(target.shape)} has values of its own in the checkpoint, and "
+            "is one that expand() made of fewer values now: clone() it in the model"
+        )
+    shown.copy_(values)
 
 
 def _graft(current: Any, saved: Any, kept: Callable[[Any, Any], bool]) -> Any:

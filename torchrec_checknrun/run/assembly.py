@@ -39,6 +39,7 @@ from torchrec_checknrun.schedule.schedule import Schedule
 from torchrec_checknrun.snapshot.memory import default_budget
 from torchrec_checknrun.tiers.host_copies import make_host_files
 from torchrec_checknrun.tiers.peers import make_peers
+from torchrec_checknrun.values.dense import is_dense
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -331,4 +332,4 @@ def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
     """
     tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
     parameters = sum(3 * local_bytes(p) for p in model.parameters() if p.data_ptr() not in tables)
-    return parameters + sum(local_bytes(buffer) for buffer in model.buffers())
+    return parameters + sum(local_bytes(b) for b in model.buffers() if is_dense(b))

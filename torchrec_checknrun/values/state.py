@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
+from torchrec_checknrun.values.dense import require_dense
 from torchrec_checknrun.values.plain_values import (
     DTYPES,
     SETS,
@@ -199,10 +200,11 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def _check_tensor(tensor: torch.Tensor, path: str) -> None:
     """Refuse a tensor that can't be stored."""
     _check_dimensions(tensor, path)
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _NAMES:
+    require_dense(tensor, path)
+    if tensor.is_meta or tensor.dtype not in _NAMES:
         raise UnsupportedState(
-            f"{path} is a {tensor.layout} {tensor.dtype} tensor on {tensor.device}: only dense "
-            "tensors with data can be stored"
+            f"{path} is a {tensor.dtype} tensor on {tensor.device}: only dense tensors with data "
+            "can be stored"
         )
 
 

@@ -102,3 +102,4 @@ def test_a_step_applies_gradients_of_replaced_parameters(make: Callable[[Any], A
         assert train(layer, pending, optimizer) == [True, True, False]
         replace()
         assert not train_unseen(layer, pending, optimizer)
+    pending.close()

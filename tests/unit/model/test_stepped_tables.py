@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -169,4 +171,18 @@ def test_an_optimizer_without_a_hash(replicas: nn.Module) -> None:
     odd: Any = Odd([nn.Parameter(torch.zeros(2))], lr=0.1)
     step(odd)
     assert hook_of(tracked).writes.stepped.of(odd) == ()
+    tracked.close()
+
+
+def test_parameters_go_with_their_optimizer(replicas: nn.Module) -> None:
+    """Hold no memory of other optimizers: they may be of models that come and go."""
+    tracked = track(replicas)
+    parameter = nn.Parameter(torch.zeros(2))
+    gone, optimizer = weakref.ref(parameter), torch.optim.SGD([parameter], lr=0.1)
+    step(optimizer)
+    assert hook_of(tracked).writes.stepped._known
+    del optimizer, parameter
+    gc.collect()  # a step's wrapper refers to its optimizer in a cycle
+    assert gone() is None
+    assert not hook_of(tracked).writes.stepped._known
     tracked.close()

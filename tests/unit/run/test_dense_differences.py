@@ -69,6 +69,7 @@ class Run:
         return report.id
 
     def check(self) -> None:
+        self.saver._saver.writer.wait_for_pruning()  # what is there stays
         for name, (wanted, values) in self.known.items():
             if not (self.root / name / MANIFEST_NAME).exists():
                 continue

@@ -1,0 +1,121 @@
+"""Save and restore models whose buffers are sparse, nested or expanded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from tests.unit.tracked_model import Model, batch
+from torchrec_checknrun import Checkpointer, Images
+from torchrec_checknrun.errors import ModelPartlyRestored, UnsupportedState
+
+pytestmark = [
+    pytest.mark.usefixtures("group"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse_coo": lambda: torch.eye(4).to_sparse(),
+    "sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)]),
+}
+
+
+class Net(nn.Module):
+    """Tables, a layer, and a buffer such as a graph's adjacency matrix."""
+
+    def __init__(self, buffer: torch.Tensor, persistent: bool) -> None:
+        super().__init__()
+        self.sparse, self.out = Model(), nn.Linear(32, 1)
+        self.register_buffer("odd", buffer, persistent=persistent)
+
+    def forward(self, **bags: list[list[int]]) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.sparse(batch(**bags))).square().sum()
+        return out
+
+
+def make(root: Path, buffer: torch.Tensor, persistent: bool, **options: Any) -> Any:
+    """Return a model, its optimizer and its Checkpointer."""
+    torch.manual_seed(0)
+    net = Net(buffer, persistent)
+    model = DistributedModelParallel(net, device=torch.device("cpu"), init_data_parallel=False)
+    optimizer = torch.optim.Adam(net.out.parameters(), lr=0.1)
+    state = {"optimizer": optimizer}
+    return net, model, optimizer, Checkpointer(root, model=model, state=state, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, saver: Checkpointer) -> None:
+    optimizer.zero_grad()
+    model(a=[[1, 2]], shared=[[3]], b=[[4]]).backward()
+    optimizer.step()
+    saver.step()
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_cannot_be_stored_is_refused_at_the_start(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UnsupportedState, match=rf"model\.odd is a .*{kind}.*persistent=False"):
+        make(tmp_path, ODD[kind](), persistent=True)
+
+
+@pytest.mark.parametrize("images", [False, True], ids=["heap", "images"])
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_not_stored_is_no_matter(tmp_path: Path, kind: str, images: bool) -> None:
+    survive = Images(folder=str(tmp_path)) if images else None
+    root = tmp_path / "root"
+    one, model, optimizer, saver = make(root, ODD[kind](), persistent=False, survive=survive)
+    with saver:
+        saver.restore()
+        for _ in range(3):
+            train(model, optimizer, saver)
+        saver.save()
+    other, _, _, saver = make(root, ODD[kind](), persistent=False)
+    with saver:
+        assert saver.restore() is not None
+    assert torch.equal(one.out.weight, other.out.weight)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_in_a_state_object_it_is_named(tmp_path: Path, kind: str) -> None:
+    class Graph:
+        def state_dict(self) -> dict[str, Any]:
+            return {"edges": {"odd": ODD[kind]()}}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    torch.manual_seed(0)
+    model = DistributedModelParallel(Model(), device=torch.device("cpu"), init_data_parallel=False)
+    with Checkpointer(tmp_path, model=model, state={"graph": Graph()}) as saver:
+        saver.step()
+        with pytest.raises(UnsupportedState, match=rf"graph\.edges\.odd is a .*{kind}"):
+            saver.save()
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1), (3, 3)])
+def test_an_expanded_buffer_comes_back(tmp_path: Path, shape: tuple[int, int]) -> None:
+    wanted = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    *_, saver = make(tmp_path, wanted.expand(3, 3), persistent=True)
+    with saver:
+        saver.step()
+        saver.save()
+    net, *_, saver = make(tmp_path, torch.zeros(shape).expand(3, 3), persistent=True)
+    with saver:
+        saver.restore()
+    assert torch.equal(net.odd, wanted.expand(3, 3))
+    assert net.odd.untyped_storage().nbytes() == wanted.nbytes
+
+
+def test_values_that_an_expanded_buffer_cannot_hold(tmp_path: Path) -> None:
+    *_, saver = make(tmp_path, torch.rand(3, 3), persistent=True)
+    with saver:
+        saver.step()
+        saver.save()
+    *_, saver = make(tmp_path, torch.zeros(1, 3).expand(3, 3), persistent=True)
+    with saver, pytest.raises(ModelPartlyRestored, match=r"clone\(\) it in the model"):
+        saver.restore()
