@@ -12,8 +12,10 @@ state no checkpoint has.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from torchrec_checknrun.dense.optimizers import torch_optimizers, wraps_another
 from torchrec_checknrun.dense.references import References
@@ -51,6 +52,8 @@ class PendingGradients:
         self._model = nn.Module() if model is None else model
         self._watched: dict[int, torch.Tensor] = {}
         """Parameters by ``id``."""
+        self._hooks: dict[int, _Hook] = {}
+        """Their hooks."""
         self._sharded: set[int] = set()
         """Those that are DTensors."""
         self._names: dict[int, str] = {}
@@ -59,18 +62,17 @@ class PendingGradients:
         """The optimizers' ids."""
         self._others: dict[int, weakref.ref[Optimizer]] = {}
         """Optimizers, by ``id``, that have stepped since the last look, and were not known."""
-        self._examined: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._examined: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         """Those that were looked at since the last new parameter, each with its size: most belong
-        to other models.
+        to other models. By ``id``: a user's optimizer may have no hash.
         """
         self._told: set[object] = set()
         self._waiting: set[int] = set()
         self._frozen: list[torch.Tensor] = []
         """Parameters that can't have a gradient at present, and aren't watched."""
         self._sizes: list[tuple[weakref.ref[Optimizer], int]] = []
-        self._inside: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]]
-        self._inside = weakref.WeakKeyDictionary()
-        self._handles: list[RemovableHandle] = []
+        self._inside: dict[int, list[weakref.ref[Optimizer]]] = {}
+        """By the ``id`` of each optimizer that has stepped since the last look, those inside."""
         self._watch()
         self._waiting.clear()  # whether earlier gradients were applied is unknown
         method = weakref.WeakMethod(self._stepped)
@@ -79,7 +81,7 @@ class PendingGradients:
             if (call := method()) is not None:
                 call(optimizer)
 
-        self._handles.append(register_optimizer_step_post_hook(stepped))
+        self._handle = register_optimizer_step_post_hook(stepped)
 
     @property
     def waiting(self) -> bool:
@@ -111,15 +113,16 @@ class PendingGradients:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
+        for hook in self._hooks.values():
+            hook.remove()
 
     def _watch(self) -> set[int]:
         """Watch new parameters; return the ids of all that optimizers have now."""
         optimizers = list(torch_optimizers([*self._states, *self._held()]))
         parameters = {id(p): p for o in optimizers for p in parameters_of(o)}
         self._known = set(map(id, optimizers))
-        unknown = {k: p for k, p in parameters.items() if k not in self._watched}
+        unknown = {k: p for k, p in parameters.items() if not self._hears(p)}
         self._frozen = [p for p in unknown.values() if not _accumulates(p)]
         new = {k: p for k, p in unknown.items() if _accumulates(p)}
         if new:
@@ -132,7 +135,9 @@ class PendingGradients:
             if isinstance(parameter, DTensor):
                 self._sharded.add(key)
             self._waiting.add(key)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+            if key in self._hooks:
+                self._hooks[key].remove()
+            self._hooks[key] = _Hook(parameter, self._accumulated)
         self._sizes = [(weakref.ref(o), _size(o)) for o in optimizers]
         self._inside.clear()
         for optimizer in optimizers:
@@ -144,30 +149,47 @@ class PendingGradients:
         held = [inner for state in self._states for _, inner in inner_optimizers(state)]
         return [inner for inner in held if type(inner) not in weakref.ProxyTypes]
 
+    def _hears(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter's hook would run."""
+        hook = self._hooks.get(id(parameter))
+        return hook is not None and hook.is_live()
+
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._waiting.add(id(parameter))
 
     def _stepped(self, optimizer: Optimizer) -> None:
-        if any(map(_accumulates, self._frozen)) or any(
-            (known := of()) is not None and _size(known) != size for of, size in self._sizes
+        if (
+            any(map(_accumulates, self._frozen))
+            or any((known := of()) is not None and _size(known) != size for of, size in self._sizes)
+            or self._has_unheard(optimizer)
         ):
             self._watch()
         if (
             id(optimizer) not in self._known
-            and self._examined.get(optimizer) != _size(optimizer)
+            and not self._was_examined(optimizer)
             and not wraps_another(optimizer)
         ):
             self._others[id(optimizer)] = weakref.ref(optimizer)
         if not self._waiting:
             return
         stepped = set(map(id, parameters_of(optimizer)))
-        if optimizer not in self._inside:
+        if id(optimizer) not in self._inside:
             inside = [node.optimizer for node in all_nodes(optimizer)]
-            self._inside[optimizer] = [weakref.ref(o) for o in inside if o is not optimizer]
-        for of in self._inside[optimizer]:
+            self._inside[id(optimizer)] = [weakref.ref(o) for o in inside if o is not optimizer]
+        for of in self._inside[id(optimizer)]:
             if (inner := of()) is not None:
                 stepped.difference_update(map(id, parameters_of(inner)))
         self._waiting -= stepped
+
+    def _was_examined(self, optimizer: Optimizer) -> bool:
+        of, size = self._examined.get(id(optimizer), (None, 0))
+        return of is not None and of() is optimizer and size == _size(optimizer)
+
+    def _has_unheard(self, optimizer: Optimizer) -> bool:
+        """Return whether a known optimizer has a parameter in another's place, or a swapped one."""
+        return id(optimizer) in self._known and any(
+            _accumulates(p) and not self._hears(p) for p in parameters_of(optimizer)
+        )
 
     def _warn_of_others(self) -> None:
         """Warn, once of each kind, of optimizers that are not saved and step what is: parameters of
@@ -181,7 +203,9 @@ class PendingGradients:
         stepped: dict[str, dict[int, torch.Tensor]] = {}
         for of in others.values():
             if (optimizer := of()) is not None and id(optimizer) not in known:
-                self._examined[optimizer] = _size(optimizer)
+                key, examined = id(optimizer), self._examined
+                gone = partial(_forget, examined, key)
+                examined[key] = weakref.ref(optimizer, gone), _size(optimizer)
                 own = stepped.setdefault(type(optimizer).__name__, {})
                 own.update((id(p), p) for p in parameters_of(optimizer))
         for kind in stepped.keys() - self._told:
@@ -209,6 +233,41 @@ class PendingGradients:
                     kind,
                     _first(names),
                 )
+
+
+class _Hook:
+    """A hook that runs when a parameter gets a gradient.
+
+    ``torch.utils.swap_tensors`` (``Module.to`` and ``load_state_dict`` under
+    ``set_swap_module_params_on_conversion``) leaves what runs the hooks with the other tensor, and
+    the dict of hooks with this one.
+    """
+
+    def __init__(self, parameter: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
+        self._parameter = parameter
+        if parameter._post_accumulate_grad_hooks is not None:  # let them run again after a swap
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        self._handle = parameter.register_post_accumulate_grad_hook(run)
+        self._content = parameter._cdata
+        self._references = self._held()
+
+    def is_live(self) -> bool:
+        """Return whether the hook would run: the parameter has the content that it had.
+
+        Other content may lie at the same address only once the earlier one is gone, and with it a
+        reference to the dict.
+        """
+        return self._parameter._cdata == self._content and self._held() >= self._references
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def _held(self) -> int:
+        return sys.getrefcount(self._parameter._post_accumulate_grad_hooks)
+
+
+def _forget(known: dict[int, Any], key: int, _: object) -> None:
+    known.pop(key, None)
 
 
 def _first(names: Iterable[str]) -> str:

@@ -38,8 +38,14 @@ from torchrec_checknrun.dense.param_groups import (
 )
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.state_dicts import (
+    fixed,
+    is_shown,
+    load_own,
+    own_state_dict,
     present_state,
+    put_rest,
     same_objects,
+    shared,
     state_dict_of,
     stored_with_tables,
 )
@@ -65,7 +71,9 @@ _LATE = "late"
 """Key of the parameters whose state was still to be made, each with its optimizer's class."""
 _FORM = "own_form"
 """Key of the result of a user's own ``state_dict`` in a form of its own."""
-_BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS)
+_SHARED = "shared"
+"""Key of the places of tensors that are the state of several parameters."""
+_BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS, _SHARED)
 """Keys beside ``state`` with no tensor to restore in place."""
 
 
@@ -104,6 +112,7 @@ class DenseOptimizer:
         self._parameters = Parameters(state, names, sharded)
         self._changed: set[Key] = set()
         self._kept: set[Key] = set()
+        self._of_none: set[Key] = set()
         self._before: list[tuple[MutableMapping[Any, Any], torch.Tensor, Any]] = []
         self._saved_groups = SavedGroups({})
         self._beside: dict[str, Any] = {}
@@ -132,7 +141,7 @@ class DenseOptimizer:
         references = References(self._kept_elsewhere(found, parameters))
         of_nodes = {node.identity: held(node, references) for node in found}
         wrappers = {identity: of_node for identity, of_node in of_nodes.items() if of_node}
-        beside = {WRAPPERS: wrappers, _LATE: late}
+        beside = {WRAPPERS: wrappers, _LATE: late, _SHARED: shared(parameters)}
         return {**content, **{name: value for name, value in beside.items() if value}}
 
     def fit(
@@ -172,10 +181,14 @@ class DenseOptimizer:
         check_wrappers(tree_items(stored.get(WRAPPERS)), found, path, strict)
         parameters = list(self._parameters)
         made = {p.key: state for p in parameters if (state := p.state) is not None}
-        content = self._content(self._state.state_dict(), found, parameters, made)
-        left_out = self._kept | self._own().keys()
-        live = {k: _fixed(v) for k, v in content["state"].items() if k not in left_out}
-        live |= dict.fromkeys(self._own().keys() & saved.keys())
+        content = self._content(own_state_dict(self._state), found, parameters, made)
+        own = set(self._own())
+        if not isinstance(self._state, KeyedOptimizer):
+            keys = {p.key for p in parameters}
+            self._of_none = (content["state"].keys() | self._saved_groups.others(saved)) - keys
+        left_out = self._kept | own | self._of_none
+        live = {k: fixed(v) for k, v in content["state"].items() if k not in left_out}
+        live |= dict.fromkeys((own | self._of_none) & saved.keys())
         # None: restored as stored, not into live tensors.
         return {**content, "state": live, **{name: None for name in _BESIDE if name in stored}}
 
@@ -187,25 +200,27 @@ class DenseOptimizer:
             for key, (node, of_node) in self._own().items():
                 if key in restored["state"]:
                     node.optimizer.state[of_node] = dict(restored["state"][key])
-        given = self._state.state_dict()
-        form = restored.pop(_FORM, None)
+        given, form = own_state_dict(self._state), restored.pop(_FORM, None)
         loaded: Collection[Key] = ()
         unshown: Collection[Key] = ()
         if not self._is_own_form(given):
             own = self._by_key(given)
             unshown = present_state(nodes(self._state), own["state"]).keys()
-            state = {k: restored["state"].get(k, value) for k, value in own["state"].items()}
+            shown = {k: v for k, v in own["state"].items() if k not in self._of_none}
+            shown |= dict.fromkeys(self._of_none & restored["state"].keys())
+            state = {k: restored["state"].get(k, value) for k, value in shown.items()}
             own |= {**restored, "state": state}
             loaded, form = state.keys(), self._by_key(own, back=True)
         if form is not None:
             with same_objects(all_nodes(self._state)):
-                self._state.load_state_dict(form)
+                load_own(self._state, form)
         for parameter in self._parameters:
             apart = parameter.key not in loaded or parameter.key in unshown
             if apart and parameter.key in restored["state"]:
                 parameter.optimizer.state[parameter.parameter].update(
                     restored["state"][parameter.key]
                 )
+        put_rest(self._parameters, restored["state"], self._beside[_SHARED] or [])
 
     def finish(self, name: str) -> None:
         """Write wrappers' values and group options, after everything that may reset them."""
@@ -240,7 +255,7 @@ class DenseOptimizer:
             else:
                 mapping[parameter] = state
         self._before = []
-        self._changed, self._kept = set(), set()
+        self._changed, self._kept, self._of_none = set(), set(), set()
 
     def _fit_parameter(
         self, parameter: Parameter, saved: Tree | None, wanted: bool, was_late: bool, strict: bool
@@ -320,7 +335,7 @@ class DenseOptimizer:
         """
         if self._is_own_form(given):
             form = References([value for _, value in leaves({_FORM: given}, (torch.Tensor,))])
-            made = {k: v for k, v in made.items() if not _is_shown(v, form)}
+            made = {k: v for k, v in made.items() if not is_shown(v, form)}
             content: dict[str, Any] = {_FORM: given, "state": {}}
         else:
             content = self._by_key(given)
@@ -382,18 +397,3 @@ class DenseOptimizer:
 
 def _first_state(parameter: Parameter) -> dict[str, Any] | None:
     return first_state(parameter.optimizer, parameter.group, parameter.parameter)
-
-
-def _fixed(state: Any) -> Any:
-    """Return a parameter's state to restore into, with None for lists, whose content may be of any
-    length and form (LBFGS's history): they are restored as stored.
-    """
-    if not isinstance(state, dict):
-        return state
-    return {name: None if isinstance(v, (list, tuple)) else v for name, v in state.items()}
-
-
-def _is_shown(state: Mapping[str, Any], shown: References) -> bool:
-    """Return whether all tensors of a parameter's state are in a user's own form."""
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return bool(tensors) and all(tensor in shown for tensor in tensors)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import optim
+import torch.distributed as dist
+from torch import nn, optim
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
@@ -19,6 +21,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_checknrun.dense.tree import (
     all_nodes,
+    attributes,
     fused_keys,
     inner_optimizers,
     names_table,
@@ -102,6 +105,45 @@ def tables_of_others(
         if others := {key for key in others if not names_table(key, tables)}:
             found[name] = sorted(map(str, others))
     return found
+
+
+def partitioned(states: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
+    """Find the optimizers of which each rank has a part of the state: those of ZeRO.
+
+    Returns:
+        Names of the state objects with one, and whether it can be stored: the object is an
+        optimizer, or the one it holds is, or is inside, another state object.
+    """
+    optimizers = [state for state in states.values() if isinstance(state, Optimizer)]
+    kept = {id(node.optimizer) for state in optimizers for node in all_nodes(state)}
+    for name, state in states.items():
+        inner = [each for _, each in inner_optimizers(state)]
+        found = [
+            node.optimizer
+            for each in ([state] if isinstance(state, Optimizer) else inner)
+            for node in all_nodes(each)
+            if isinstance(node.optimizer, ZeroRedundancyOptimizer)
+        ]
+        if isinstance(state, Optimizer) and any(each.world_size > 1 for each in found):
+            yield name, True
+        elif any(id(each) not in kept for each in found):
+            yield name, False
+
+
+def unsaved_hooks(model: nn.Module, states: Iterable[object]) -> set[str]:
+    """Return the kinds of state that DistributedDataParallel's communication hooks keep (errors to
+    feed back, steps until local ones begin), of which no state object is or holds the one there.
+    """
+    kept = {id(each) for state in states for each in (state, *attributes(state).values())}
+    return {
+        type(held).__name__
+        for module in model.modules()
+        for _, held in getattr(module, "_comm_hooks", ())
+        if attributes(held)
+        and not isinstance(held, dist.ProcessGroup)
+        and id(held) not in kept
+        and not type(held).__name__.startswith("_")  # torch's own, of one step
+    }
 
 
 def _loses(optimizer: KeyedOptimizer, kept: Collection[int]) -> bool:

@@ -7,7 +7,7 @@ as torch stores them, but by parameter names; those of fused optimizers are save
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,13 @@ class SavedGroups:
         """Whether parameters are stored by torch's numbers."""
         keys = [key for of_group in self._keys for key in of_group]
         return bool(keys) and all(type(key) is int for key in keys)
+
+    def others(self, keys: Collection[Key]) -> set[Key]:
+        """Return those of a saved state's keys that no group lists: a user's own, of no parameter.
+
+        Empty if the checkpoint has no groups.
+        """
+        return set(keys).difference(*self._keys) if self._groups else set()
 
     def match(self, group: Group) -> list[int]:
         """Return the positions of the saved groups that hold a live group's parameters.

@@ -20,21 +20,26 @@ from operator import methodcaller
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from torchrec_checknrun.dense.optimizers import torch_optimizers
+from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.tree import (
     WEIGHT,
     Key,
     Node,
+    Parameter,
     fused_keys,
     inner_optimizers,
     names_table,
     parameters_of,
 )
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.placements import laid_out_as
 from torchrec_checknrun.values.state import SHARDED
 
@@ -42,6 +47,25 @@ logger = logging.getLogger(__name__)
 
 _told: dict[int, weakref.ref[Optimizer]] = {}
 """Wrappers, by ``id``, that a warning has named."""
+
+
+def own_state_dict(state: Stateful) -> Any:
+    """Return a state object's state dict; a ``ZeroRedundancyOptimizer``'s without state.
+
+    Its own is that of all ranks, as it was when last gathered, or an error. Each rank's part is in
+    the optimizer inside, which is stored as any hidden one.
+    """
+    if isinstance(state, ZeroRedundancyOptimizer):
+        return {**Optimizer.state_dict(state), "state": {}}
+    return state.state_dict()
+
+
+def load_own(optimizer: Optimizer, content: Any) -> None:
+    """Load what ``own_state_dict`` returned."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        Optimizer.load_state_dict(optimizer, content)
+    else:
+        optimizer.load_state_dict(content)
 
 
 def state_dict_of(optimizer: Optimizer, tables: Collection[str]) -> Any:
@@ -52,7 +76,7 @@ def state_dict_of(optimizer: Optimizer, tables: Collection[str]) -> Any:
         tables: names of the model's tables in fused kernels.
     """
     if type(optimizer) is not CombinedOptimizer or "state_dict" in vars(optimizer):
-        return optimizer.state_dict()
+        return own_state_dict(optimizer)
     parts = list(_parts(optimizer, ""))
     left = [part for part in parts if not _is_of_tables(*part, tables)]
     if len(left) == len(parts):
@@ -195,6 +219,55 @@ def _undecided(keyed: Optimizer, inner: Optimizer, name: str) -> str:
     )
 
 
+def fixed(state: Any) -> Any:
+    """Return a parameter's state to restore into, with None for lists, whose content may be of any
+    length and form (LBFGS's history): they are restored as stored.
+    """
+    if not isinstance(state, dict):
+        return state
+    return {name: None if isinstance(v, (list, tuple)) else v for name, v in state.items()}
+
+
+def shared(parameters: Iterable[Parameter]) -> list[list[list[Any]]]:
+    """Return the places, each a key and a name, of the tensors that are the state of several
+    parameters.
+    """
+    places: dict[int, dict[int, list[Any]]] = {}
+    for parameter in parameters:
+        for name, value in (parameter.state or {}).items() if not parameter.sharded else ():
+            if isinstance(value, torch.Tensor):
+                of_tensor = places.setdefault(id(value), {})
+                of_tensor.setdefault(id(parameter.parameter), [parameter.key, name])
+    return [list(of_tensor.values()) for of_tensor in places.values() if len(of_tensor) > 1]
+
+
+def put_rest(
+    parameters: Iterable[Parameter],
+    restored: Mapping[Key, Any],
+    places: Iterable[Sequence[Sequence[Any]]],
+) -> None:
+    """Write what torch's ``load_state_dict`` has changed: text, which becomes that of a generator,
+    and tensors that are the state of several parameters, as ``shared`` found them.
+    """
+    states = {p.key: p.state or {} for p in parameters}
+    for key, state in states.items():
+        saved = restored.get(key)
+        for name, value in saved.items() if isinstance(saved, dict) else ():
+            if name in state and not any(leaves(value, (torch.Tensor,))):
+                state[name] = value
+    for of_tensor in places:
+        (first, first_name), *others = of_tensor
+        for key, name in others:
+            if name in states.get(key, {}) and first_name in states.get(first, {}):
+                states[key][name] = states[first][first_name]
+
+
+def is_shown(state: Mapping[str, Any], form: References) -> bool:
+    """Return whether all tensors of a parameter's state are in a user's own form."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return bool(tensors) and all(tensor in form for tensor in tensors)
+
+
 def lay_out(holder: object) -> None:
     """Lay out the state of the optimizers that an object is or holds, and has just loaded, in the
     order in memory of its parameters, as their first step would.
@@ -253,7 +326,7 @@ def _same_dicts(optimizer: Optimizer) -> Iterator[None]:
     groups: Any = optimizer.param_groups
     state: Any = optimizer.state
     contents = list(groups)
-    before = {parameter: dict(values) for parameter, values in state.items()}
+    before = {key: dict(values) for key, values in state.items() if isinstance(values, dict)}
     yield
     if len(optimizer.param_groups) != len(contents):
         return  # a user's load_state_dict made other groups

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
@@ -92,7 +93,12 @@ class Parameter:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """The state made for the parameter; None if there is none."""
+        """The state made for the parameter; None if there is none.
+
+        What a ``ZeroRedundancyOptimizer`` has itself is left from its ``load_state_dict``.
+        """
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            return None
         return self.optimizer.state.get(self.parameter) or None
 
 

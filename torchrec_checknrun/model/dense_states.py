@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
@@ -229,6 +230,6 @@ def stored_optimizers(
 
 def _is_known(state: object) -> TypeGuard[Optimizer]:
     """Return whether a state object is an optimizer with torch's or TorchRec's state dict."""
-    if isinstance(state, KeyedOptimizer):
+    if isinstance(state, (KeyedOptimizer, ZeroRedundancyOptimizer)):
         return True
     return isinstance(state, Optimizer) and type(state).state_dict is Optimizer.state_dict

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.memory.generators import set_generators
@@ -48,7 +49,7 @@ class HeldRestore:
         tracked.flush()
         assert target.model is not None
         live: dict[str, Any] = {MODEL: target.model.state_dict()}
-        live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
+        live.update((name, own_state_dict(state)) for name, state in target.states.items())
         self._live = live
         others = {n: state for n, state in target.states.items() if n not in self.optimizers}
         saved = SavedStates(

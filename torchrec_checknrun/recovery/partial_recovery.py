@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.entries import StateEntry
@@ -295,7 +296,7 @@ class LostRank:
         target = self._target
         assert target.model is not None
         live: dict[str, Any] = {MODEL: target.model.state_dict()}
-        live.update((name, state.state_dict()) for name, state in target.states.items())
+        live.update((name, own_state_dict(state)) for name, state in target.states.items())
         _, blocks = local_parts(live, target.tracked)
         if blocks:
             names = sorted({repr(block.path) for block in blocks})

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
+from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import (
     ChainBroken,
@@ -250,7 +251,7 @@ class _Attempts:
             target.tracked.flush()
             if target.model is not None:
                 live[MODEL] = target.model.state_dict()
-            live.update((name, stateful.state_dict()) for name, stateful in target.states.items())
+            live.update((name, own_state_dict(state)) for name, state in target.states.items())
 
         ranks.on_all_ranks(read_live)
         unasked = chain.head.states.keys() - live.keys() - {BUFFERS}

@@ -138,11 +138,16 @@ class StateRestore:
         Args:
             tables: names of the optimizer states that are restored with rows, by the model's table;
                 None: no rows are restored.
+
+        Raises:
+            IncompatibleCheckpoint: an optimizer doesn't fit, or was saved by each of other ranks.
         """
         if self._optimizers is None:
             return
         trees = {}
         for name, by_rank in self._chunks.items():
+            if name in self._optimizers and name in self._head.per_rank:
+                self._saved_ranks(name)
             _, tree = by_rank.get(None) or by_rank.get(self._rank) or next(iter(by_rank.values()))
             trees[name] = with_blocks(tree, name, self._saved)
         resized = self._head.world_size != self._world

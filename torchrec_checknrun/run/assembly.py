@@ -16,7 +16,12 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.dense.optimizers import left_to_others, tables_of_others
+from torchrec_checknrun.dense.optimizers import (
+    left_to_others,
+    partitioned,
+    tables_of_others,
+    unsaved_hooks,
+)
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.options.agreement import agreed
@@ -89,11 +94,13 @@ class Assembly:
             # A table may be unsupported on one rank only: the rank that holds it.
             tracked = agreed(ranks, lambda: _track(options.model, states), _tables)
             tracked.dense.agree(ranks)
+            ranks.on_all_ranks(lambda: _require_declared(options))
             options = options.without_buffers(tracked.dense.of_some)
             options = _storable(options, tracked, ranks)
             target = _target(options, tracked)
             background = _background(options, target, ranks, background_ranks)
             _warn_of_optimizers(states)
+            _warn_of_hooks(options.model, states)
         except BaseException:
             if tracked is not None:
                 tracked.close()
@@ -217,6 +224,30 @@ def _refuse_other_models(states: Mapping[str, Stateful], tracked: TrackedModel) 
         )
 
 
+def _require_declared(options: Options) -> None:
+    """Refuse optimizers of which each rank has a part of the state, unless declared so; warn of
+    those that a user's object holds.
+
+    Raises:
+        UnsupportedState: names the state, and the remedy.
+    """
+    for name, stored in partitioned(options.states):
+        if not stored:
+            logger.warning(
+                "state %r holds a ZeroRedundancyOptimizer: its state_dict() raises an error, or "
+                "shows what consolidate_state_dict() last gathered. Give the optimizer itself, "
+                'state={"optimizer": PerRank(optimizer)}, and leave it out of the object\'s own '
+                "state_dict()",
+                name,
+            )
+        elif not isinstance(options.state[name], PerRank):
+            raise UnsupportedState(
+                f"state {name!r} is or holds a ZeroRedundancyOptimizer, and each rank has a part "
+                "of its state: declare it, state={"
+                f"{name!r}: PerRank(optimizer)}}. It comes back on as many ranks"
+            )
+
+
 def _warn_of_optimizers(states: Mapping[str, Stateful]) -> None:
     """Warn of optimizers whose rates a user's state object loses."""
     for found, hides in sorted(left_to_others(states).items()):
@@ -228,6 +259,17 @@ def _warn_of_optimizers(states: Mapping[str, Stateful]) -> None:
             " and, of combined optimizers inside a wrapper, the parameters' state (Adam's moments)"
             if hides
             else "",
+        )
+
+
+def _warn_of_hooks(model: nn.Module, states: Mapping[str, Stateful]) -> None:
+    """Warn of communication hooks with state that would be lost."""
+    for kind in sorted(unsaved_hooks(model, states.values())):
+        logger.warning(
+            "a communication hook of DistributedDataParallel keeps a %s that no checkpoint holds: "
+            "a restored run begins with a new one. Give its values as a state object, in an object "
+            'with the hook\'s state in an attribute: state={"hook": PerRank(…)}',
+            kind,
         )
 
 

@@ -240,3 +240,17 @@ def test_optimizers_in_backward_come_back(tmp_path: Path) -> None:
     pairs = zip(one.module.out.parameters(), other.module.out.parameters(), strict=True)
     for left, right in pairs:
         assert torch.equal(left, right)
+
+
+def test_optimizers_without_a_hash(
+    model: nn.Module, watch: Callable[..., PendingGradients], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(torch.optim.SGD):
+        __hash__ = None  # type: ignore[assignment]  # as of a class with an __eq__ of its own
+
+    known, forgotten = (Odd(layer.parameters(), lr=0.1) for layer in model.children())
+    watched = watch(known)
+    for _ in range(2):
+        step(model, known, forgotten)
+        assert not watched.waiting
+    assert len(texts(caplog)) == 1

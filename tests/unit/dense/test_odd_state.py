@@ -1,0 +1,123 @@
+"""Restore optimizers' state of odd kinds: of no parameter, of several at once, text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from tests.unit.chains import one_thread
+from tests.unit.inner_nests import model, train
+from torchrec_checknrun import Checkpointer, Images
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+class Odd(Optimizer):
+    """A user's optimizer, whose steps depend on all that it keeps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded
+        own: Any = self.state
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state |= {"phase": "", "moment": torch.zeros_like(parameter), "tags": {"a": [""]}}
+                state["steps"] = torch.zeros((), dtype=torch.float64)
+            state["phase"] += "x"
+            state["tags"]["a"][0] += "y"
+            state["steps"] += 0.1
+            state["moment"].lerp_(parameter.grad, 0.5)
+            factor = len(state["phase"]) + len(state["tags"]["a"][0]) + float(state["steps"])
+            parameter.sub_(state["moment"] * self.factor(state, own) * factor, alpha=1e-5)
+
+    def factor(self, state: dict[str, Any], own: Any) -> float:
+        return 1.0
+
+
+class Whole(Odd):
+    """It keeps state of no parameter as well."""
+
+    def factor(self, state: dict[str, Any], own: Any) -> float:
+        kept = own["whole"]
+        kept["count"] += 1
+        kept["sum"] += 0.25
+        kept["last"] = [*kept["last"][-1:], torch.ones(2) * kept["count"]]
+        own["calls"] = own.get("calls", 0) + 1
+        return float(kept["sum"]) + sum(float(each.sum()) for each in kept["last"]) + own["calls"]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded
+        own: Any = self.state
+        if "whole" not in own:
+            own["whole"] = {"count": 0, "sum": torch.zeros((), dtype=torch.float64), "last": []}
+        super().step(closure)
+
+
+class Shared(Odd):
+    """All parameters share a tensor."""
+
+    def factor(self, state: dict[str, Any], own: Any) -> float:
+        if "common" not in state:
+            found = [each["common"] for each in own.values() if "common" in each]
+            state["common"] = found[0] if found else torch.zeros(1)
+        state["common"] += 1
+        return float(state["common"])
+
+
+def keyed(layers: nn.Module, make: Any) -> Any:
+    return KeyedOptimizerWrapper(dict(layers.named_parameters()), make)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "text": lambda layers: Odd(layers.parameters()),
+    "whole": lambda layers: Whole(layers.parameters()),
+    "shared": lambda layers: Shared(layers.parameters()),
+    "text in torchrec": lambda layers: keyed(layers, Odd),
+    "shared in torchrec": lambda layers: keyed(layers, Shared),
+}
+
+
+@pytest.mark.parametrize("survive", [None, Images()])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_all_of_it_comes_back(tmp_path: Path, name: str, survive: Images | None) -> None:
+    torch.manual_seed(0)
+    layers = model()
+    optimizer = OPTIMIZERS[name](layers)
+    train(layers, optimizer)
+    state = {"optimizer": optimizer}
+    with Checkpointer(tmp_path, model=layers, state=state, survive=survive) as saver:
+        saver.save()
+        train(layers, optimizer, seed=2)
+    again = model()
+    other = OPTIMIZERS[name](again)
+    with Checkpointer(tmp_path, model=again, state={"optimizer": other}) as saver:
+        assert saver.restore() is not None
+        for _ in range(2):  # of an optimizer that has state of its own by now
+            train(again, other, seed=2)
+            for key, value in layers.state_dict().items():
+                assert torch.equal(again.state_dict()[key], value)
+            assert saver.restore() is not None
+
+
+def test_state_of_no_parameter_goes_where_there_was_none(tmp_path: Path) -> None:
+    layers = model()
+    optimizer = OPTIMIZERS["whole"](layers)
+    with Checkpointer(tmp_path, model=layers, state={"optimizer": optimizer}) as saver:
+        saver.save()
+        train(layers, optimizer)
+        assert "whole" in optimizer.state
+        saver.restore()
+    assert not optimizer.state
