@@ -95,7 +95,7 @@ docs: $(STAMP)
 test test-full: JOBS = --jobs
 test-full: JOBS = --jobs 2
 test-full: export CHECKNRUN_TESTS = full
-SELECT := $(if $(filter full,$(CHECKNRUN_TESTS)),,-m 'not slow')
+SELECT := $(if $(filter full,$(CHECKNRUN_TESTS)),--timeout 1800,-m 'not slow')
 
 test test-full: $(STAMP)
 ifeq ($(ARGS),)
@@ -106,7 +106,7 @@ ifeq ($(ARGS),)
 	@echo 'make $@: passed: ruff, mypy, layers, $(GROUPS)'
 else
 	@$(MAKE) --no-print-directory check
-	$(PY) -m pytest $(if $(filter test,$@),-m 'not slow') $(ARGS)
+	$(PY) -m pytest $(if $(filter test,$@),-m 'not slow',--timeout 1800) $(ARGS)
 endif
 
 $(filter tests/%,$(GROUPS)):

@@ -111,16 +111,13 @@ class ReadyThread:
         weakref.finalize(self, work.put, _nothing).atexit = False
 
     def give(self, act: Callable[[], object]) -> threading.Thread | None:
-        """Let the thread run ``act`` and end; call it once. It takes over a ``gc_paused``.
+        """Let the thread run ``act`` and end; call it once.
 
         Returns:
             The thread; None if it is gone, as in a fork of the process.
         """
         if not self._thread.is_alive():
             return None
-        if (pause := getattr(_here, "pause", None)) is not None:
-            pause.handed_over = True
-            act = partial(_after_pause, pause, act)
         self._work.put(act)
         return self._thread
 
@@ -146,53 +143,32 @@ def _do(act: Callable[[], Any], done: Future[Any]) -> None:
         del done  # the future and its error would keep each other, and the failed work's memory
 
 
-class _Pause:
-    """A pause of garbage collection; ``handed_over``: the thread that was given work ends it."""
-
-    handed_over = False
-
-    def __init__(self) -> None:
-        _pauses.add(self)
-        gc.disable()
-
-    def end(self) -> None:
-        gc.enable()
-        _pauses.discard(self)
-
-
-_pauses: set[_Pause] = set()
-_here = threading.local()
-"""``pause``: the calling thread's, if it has begun one."""
+_pauses: set[object] = set()
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection in all threads; reference counts still free objects.
 
-    The collection that is due at the end, of what the block has made, takes a good part of the
-    start of a checkpoint: a ``ReadyThread`` that was given work in the block ends the pause in its
-    place. A fork of the process collects at once: it has none of the other threads.
+    A fork of the process collects at once: it has none of the threads that would end their pauses.
     """
     if not gc.isenabled():
         yield
         return
-    pause = _here.pause = _Pause()
+    pause = object()
+    _pauses.add(pause)
+    gc.disable()
     try:
         yield
     finally:
-        _here.pause = None
-        if not pause.handed_over:
-            pause.end()
-
-
-def _after_pause(pause: _Pause, act: Callable[[], object]) -> None:
-    pause.end()
-    act()
+        gc.enable()
+        _pauses.discard(pause)
 
 
 def _end_pauses() -> None:
-    for pause in list(_pauses):
-        pause.end()
+    if _pauses:
+        _pauses.clear()
+        gc.enable()
 
 
 os.register_at_fork(after_in_child=_end_pauses)

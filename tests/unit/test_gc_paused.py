@@ -1,4 +1,4 @@
-"""Pause the garbage collector within the block only, or until a thread takes over."""
+"""Pause the garbage collector within the block only, and not in forks of the process."""
 
 from __future__ import annotations
 
@@ -41,63 +41,6 @@ def test_who_has_none_gets_none() -> None:
         gc.enable()
 
 
-def test_a_thread_that_is_given_work_ends_the_pause() -> None:
-    ready, seen = ReadyThread("test"), []
-    with gc_paused():
-        thread = ready.give(lambda: seen.append(gc.isenabled()))
-    assert thread is not None
-    thread.join()
-    assert seen == [True]
-    assert gc.isenabled()
-
-
-def test_an_error_after_a_thread_was_given_work() -> None:
-    ready = ReadyThread("test")
-
-    @gc_paused()
-    def fail() -> None:
-        ready.give(lambda: None)
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    ready._thread.join()
-    assert gc.isenabled()
-
-
-def test_a_thread_that_is_gone_takes_nothing_over() -> None:
-    ready = ReadyThread("test")
-    ready.end()
-    with gc_paused():
-        assert ready.give(lambda: None) is None
-    assert gc.isenabled()
-
-
-def test_work_given_by_another_thread_goes_on_without_ending_the_pause() -> None:
-    ready, seen = ReadyThread("test"), []
-    with gc_paused():
-        other = threading.Thread(target=lambda: ready.give(lambda: seen.append(gc.isenabled())))
-        other.start()
-        other.join()
-        ready._thread.join()
-        assert seen == [False]
-    assert gc.isenabled()
-
-
-def test_work_after_a_pause_changes_nothing() -> None:
-    ready = ReadyThread("test")
-    with gc_paused():
-        pass
-    gc.disable()
-    try:
-        thread = ready.give(lambda: None)
-        assert thread is not None
-        thread.join()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
 def enabled_in_a_fork() -> bool:
     child = os.fork()
     if child == 0:
@@ -105,7 +48,7 @@ def enabled_in_a_fork() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
-def test_a_fork_collects_though_the_thread_that_was_to_end_the_pause_is_not_there() -> None:
+def test_a_fork_collects_though_the_thread_that_pauses_is_not_there() -> None:
     """Let workers of a data loader collect that are started right after a save."""
     ready, go, inside = ReadyThread("test"), threading.Event(), threading.Event()
 
