@@ -167,25 +167,29 @@ def uniform_plan(spec: ModelSpec, sharding: str, world_size: int) -> Plan:
 
 
 def _leave_no_kernel_empty(plan: Plan, collection: CollectionSpec, world_size: int) -> None:
-    """Make a collection's row-wise tables table-wise if the last one has no row on some rank.
+    """Make a collection's row-wise tables table-wise if FBGEMM can't train them on some rank.
 
-    FBGEMM's CPU kernels can't train if their last table has no row on a rank, which happens to
-    row-wise tables with fewer rows than ranks, or nearly; the other tables may be empty there.
+    Where a table has no row, as row-wise tables with fewer rows than ranks, or nearly, FBGEMM's CPU
+    kernels read and write at the place of its first row all the same: the tables behind it must
+    have as much memory, else the process crashes.
     """
-
-    def on_every_rank(rows: int) -> bool:
-        return rows > -(-rows // world_size) * (world_size - 1)
-
     tables = [f"{collection.name}.{t.name}" for t in collection.tables]
     row_wise_tables = [
-        t.rows
-        for t, name in zip(collection.tables, tables, strict=True)
+        table
+        for table, name in zip(collection.tables, tables, strict=True)
         if plan[name] == "row_wise"
     ]
-    if row_wise_tables and not on_every_rank(row_wise_tables[-1]):
-        for i, name in enumerate(tables):
-            if plan[name] == "row_wise":
-                plan[name] = f"table_wise:{i % world_size}"
+    for rank in range(world_size):
+        behind = 0
+        for table in reversed(row_wise_tables):
+            block = -(-table.rows // world_size)
+            rows = min(block, max(0, table.rows - rank * block))
+            if rows == 0 and behind < table.dim:
+                for i, name in enumerate(tables):
+                    if plan[name] == "row_wise":
+                        plan[name] = f"table_wise:{i % world_size}"
+                return
+            behind += rows * table.dim
 
 
 class Model(nn.Module):

@@ -12,10 +12,10 @@ state no checkpoint has.
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -122,7 +122,12 @@ class PendingGradients:
         optimizers = list(torch_optimizers([*self._states, *self._held()]))
         parameters = {id(p): p for o in optimizers for p in parameters_of(o)}
         self._known = set(map(id, optimizers))
-        unknown = {k: p for k, p in parameters.items() if not self._hears(p)}
+        hooks = self._hooks
+        unknown = {
+            key: parameter
+            for key, parameter in parameters.items()
+            if (hook := hooks.get(key)) is None or not hook.is_live()
+        }
         self._frozen = [p for p in unknown.values() if not _accumulates(p)]
         new = {k: p for k, p in unknown.items() if _accumulates(p)}
         if new:
@@ -148,11 +153,6 @@ class PendingGradients:
         """Return the optimizers in attributes of state objects, but for weak proxies of them."""
         held = [inner for state in self._states for _, inner in inner_optimizers(state)]
         return [inner for inner in held if type(inner) not in weakref.ProxyTypes]
-
-    def _hears(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter's hook would run."""
-        hook = self._hooks.get(id(parameter))
-        return hook is not None and hook.is_live()
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._waiting.add(id(parameter))
@@ -187,8 +187,13 @@ class PendingGradients:
 
     def _has_unheard(self, optimizer: Optimizer) -> bool:
         """Return whether a known optimizer has a parameter in another's place, or a swapped one."""
-        return id(optimizer) in self._known and any(
-            _accumulates(p) and not self._hears(p) for p in parameters_of(optimizer)
+        if id(optimizer) not in self._known:
+            return False
+        hooks = self._hooks
+        return any(
+            (hook := hooks.get(id(parameter))) is None or hook.content != parameter._cdata
+            for parameter in parameters_of(optimizer)
+            if _accumulates(parameter)
         )
 
     def _warn_of_others(self) -> None:
@@ -241,6 +246,9 @@ class _Hook:
     ``torch.utils.swap_tensors`` (``Module.to`` and ``load_state_dict`` under
     ``set_swap_module_params_on_conversion``) leaves what runs the hooks with the other tensor, and
     the dict of hooks with this one.
+
+    Attributes:
+        content: the address of the parameter's content, which has the hook.
     """
 
     def __init__(self, parameter: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
@@ -248,8 +256,8 @@ class _Hook:
         if parameter._post_accumulate_grad_hooks is not None:  # let them run again after a swap
             parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         self._handle = parameter.register_post_accumulate_grad_hook(run)
-        self._content = parameter._cdata
-        self._references = self._held()
+        self.content: int = parameter._cdata
+        self._references = getrefcount(parameter._post_accumulate_grad_hooks)
 
     def is_live(self) -> bool:
         """Return whether the hook would run: the parameter has the content that it had.
@@ -257,13 +265,14 @@ class _Hook:
         Other content may lie at the same address only once the earlier one is gone, and with it a
         reference to the dict.
         """
-        return self._parameter._cdata == self._content and self._held() >= self._references
+        parameter = self._parameter
+        return (
+            parameter._cdata == self.content
+            and getrefcount(parameter._post_accumulate_grad_hooks) >= self._references
+        )
 
     def remove(self) -> None:
         self._handle.remove()
-
-    def _held(self) -> int:
-        return sys.getrefcount(self._parameter._post_accumulate_grad_hooks)
 
 
 def _forget(known: dict[int, Any], key: int, _: object) -> None:
