@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 19
 """Bytes of rows that are handled at a time."""
-
-
 Chosen = slice | np.ndarray
 """A choice among rows: a range of positions, or positions, sorted and distinct int64."""
 

@@ -170,7 +170,7 @@ def _copy(saved: torch.Tensor, target: torch.Tensor) -> None:
     for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
         if stride == 0 and size > 1:
             shown, values = shown.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    if shown is not target and not raw_bytes(values.expand_as(saved)) == raw_bytes(saved):
+    if shown is not target and raw_bytes(values.expand_as(saved)) != raw_bytes(saved):
         raise IncompatibleCheckpoint(
             f"a tensor of shape {tuple(target.shape)} has values of its own in the checkpoint, and "
             "is one that expand() made of fewer values now: clone() it in the model"
