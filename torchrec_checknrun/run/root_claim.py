@@ -76,7 +76,8 @@ class RootClaim:
     def _take(self) -> None:
         here = Holder.this_process()
         for other in RootClaim._taken:
-            if other._root.url == self._root.url and other._writer.lease.claim.holder == here:
+            same = other._root.place == self._root.place
+            if same and other._writer.lease.claim.holder == here:
                 raise RootInUse(
                     f"another Checkpointer of this process writes to {self._root} and was not "
                     "closed: close() it first, or give this one a root of its own"
