@@ -79,6 +79,11 @@ class Folder:
             # fsspec joins the path that follows "dir::" twice: the path alone can have children.
             self.url = f"dir://{self._path}{self.url[3:]}"
 
+    @classmethod
+    def of(cls, root: str | os.PathLike[str] | Folder) -> Folder:
+        """Open a path or URL; a folder stays as it is, with its time limit."""
+        return root if isinstance(root, Folder) else cls(root)
+
     def __str__(self) -> str:
         return masked(self.url)
 

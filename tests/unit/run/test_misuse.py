@@ -308,6 +308,22 @@ class TestMissingRoot:
             assert report.chain_length == 4
         assert before <= {path.name for path in tmp_path.glob("seq-*")}
 
+    def test_going_back_tells_what_becomes_of_the_newer_ones(
+        self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ids = []
+        with checkpointer(tmp_path, job) as saver:
+            for _ in range(2):
+                train(job, saver)
+                ids.append(saver.save().id)
+        with checkpointer(tmp_path, job) as saver:
+            saver.restore(ids[1])
+            saver.restore()
+            assert "newer" not in caplog.text
+            saver.restore(ids[0])
+        (text,) = (m for m in caplog.messages if "newer" in m)
+        assert f"newer than {ids[0]}" in text
+        assert "retention deletes" in text
 
     @pytest.mark.parametrize("how", ["forgotten", "refused"])
     def test_without_a_restore_nothing_older_is_deleted(

@@ -18,7 +18,9 @@ from torchrec_checknrun.store.folder import Folder
 CONTENT = bytes(range(256)) * 4
 
 
-@pytest.fixture(params=["path", "str", "file url", "spaces", "glob", "colons", "trailing slash", "memory"])
+@pytest.fixture(
+    params=["path", "str", "file url", "spaces", "glob", "colons", "trailing slash", "memory"]
+)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
     if request.param == "memory":
         yield Folder("memory://tests/filesystem/run")
@@ -236,7 +238,7 @@ def test_two_colons_in_a_path_begin_no_chain(tmp_path: Path, url: str) -> None:
 @pytest.mark.parametrize("url", [Path("s3://bucket/run"), Path("memory://run"), "gs:/bucket"])
 def test_a_url_that_has_lost_a_slash_is_refused(url: Path | str) -> None:
     """Refuse what would be a folder named ``s3:`` on this disk, in which nobody looks."""
-    with pytest.raises(ValueError, match="give the URL '(s3|memory|gs)://.*as a string"):
+    with pytest.raises(ValueError, match=r"give the URL '(s3|memory|gs)://.*as a string"):
         Folder(url)
 
 
