@@ -70,7 +70,7 @@ class RankImage:
         self._taker = Taker(model, tracked, states)
         self.shards = ShardMemory(tracked)
         self._marks = [shard.marks for shard in self.shards.shards]
-        self._run = f"{root} {rank}/{world_size}"
+        self._run = f"{root!a} {rank}/{world_size}"
         self.path = images.path(root, rank, world_size)
         self.why_not: str | None = None
         self.rows = self.changed = 0

@@ -85,5 +85,5 @@ def _require_place(folder: object, keep_hours: object) -> None:
 
 
 def _path(folder: str, root: str, rank: int, world_size: int, kind: str) -> Path:
-    run = hashlib.sha256(root.encode()).hexdigest()[:16]
+    run = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     return Path(folder) / f"checknrun-{os.geteuid()}-{run}-{rank}of{world_size}.{kind}"

@@ -48,7 +48,7 @@ class Folder:
         patience: bounds all waits for this storage.
 
     Raises:
-        ValueError: the URL has lost a slash, as by ``pathlib.Path("s3://bucket")``.
+        ValueError: the URL lacks a slash, as ``pathlib.Path("s3://bucket")``.
         StorageFailed: the storage refused an operation or didn't answer; all methods raise it.
         CorruptCheckpoint: on a local disk, a symbolic link is in place of a file or a directory in
             the folder; all methods raise it.

@@ -10,15 +10,22 @@ from fsspec.spec import AbstractFileSystem
 
 from torchrec_checknrun.store.retry import masked
 
+_RELATIVE = re.compile(r"(file|local)://(?!/)")
 _LOST_SLASH = re.compile(r"([a-z][a-z0-9+.-]*):/(?!/)", re.IGNORECASE)
 
 
 def require_slashes(url: str) -> None:
-    """Refuse a URL that would be taken for a path: checkpoints would lie on this disk, unnoticed.
+    """Refuse a URL that would be taken for a path of its own in the working directory, where nobody
+    looks for checkpoints.
 
     Raises:
         ValueError: names what was meant.
     """
+    if relative := _RELATIVE.match(url):
+        raise ValueError(
+            f"{url!r} would be a folder in the working directory: give a path, or "
+            f"{relative[1]}:///… with a third slash before a path from the top"
+        )
     lost = _LOST_SLASH.match(url)
     if lost and lost[1].lower() in {*fsspec.available_protocols()} - {"file", "local"}:
         meant = masked(f"{lost[1]}://{url[lost.end() :]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def test_images_are_found_again(lives: Lives, spelling: str) -> None:
     assert by_images(saver.restore())
     assert differences(job, undisturbed(3)) == []
     assert len(lives.files()) == 1
+
+
+@pytest.mark.parametrize("survive", [Images, HostCopies])
+def test_a_name_that_is_not_unicode(lives: Lives, survive: type[Images | HostCopies]) -> None:
+    lives.root = lives.root.parent / os.fsdecode(b"run-\xfc")
+    for step in range(2):
+        job, saver = lives.begin(survive=survive(folder=str(lives.memory)), background="process")
+        assert (saver.restore() is not None) == (step > 0)
+        train(job, saver)
+        saver.save()
+        lives.die()
+    assert differences(job, undisturbed(2)) == []
 
 
 def test_host_copies_are_found_again(lives: Lives, spelling: str) -> None:

@@ -242,6 +242,13 @@ def test_a_url_that_has_lost_a_slash_is_refused(url: Path | str) -> None:
         Folder(url)
 
 
+@pytest.mark.parametrize("url", ["file://tmp/run", "file://localhost/tmp/run", "local://run"])
+def test_a_file_url_with_a_host_is_refused(url: str) -> None:
+    """Refuse what would be a folder in the working directory, another one in each."""
+    with pytest.raises(ValueError, match=r"give a path, or (file|local):///"):
+        Folder(url)
+
+
 def test_a_place_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Know a folder again by any of its spellings, before and after it is made."""
     monkeypatch.chdir(tmp_path)
