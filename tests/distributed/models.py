@@ -170,8 +170,8 @@ def _leave_no_kernel_empty(plan: Plan, collection: CollectionSpec, world_size: i
     """Make a collection's row-wise tables table-wise if FBGEMM can't train them on some rank.
 
     Where a table has no row, as row-wise tables with fewer rows than ranks, or nearly, FBGEMM's CPU
-    kernels read and write at the place of its first row all the same: the tables behind it must
-    have as much memory, else the process crashes.
+    kernels take it and the table behind it for one, of its own columns: the memory behind it must
+    have room for as many such rows, and for one at least, else the process crashes.
     """
     tables = [f"{collection.name}.{t.name}" for t in collection.tables]
     row_wise_tables = [
@@ -180,16 +180,17 @@ def _leave_no_kernel_empty(plan: Plan, collection: CollectionSpec, world_size: i
         if plan[name] == "row_wise"
     ]
     for rank in range(world_size):
-        behind = 0
+        behind, following = 0, 1
         for table in reversed(row_wise_tables):
             block = -(-table.rows // world_size)
             rows = min(block, max(0, table.rows - rank * block))
-            if rows == 0 and behind < table.dim:
+            if rows == 0 and behind < following * table.dim:
                 for i, name in enumerate(tables):
                     if plan[name] == "row_wise":
                         plan[name] = f"table_wise:{i % world_size}"
                 return
             behind += rows * table.dim
+            following = rows or following
 
 
 class Model(nn.Module):
