@@ -240,6 +240,11 @@ def names_table(key: object, tables: Collection[str]) -> bool:
     return False
 
 
+def is_torchs(kind: type) -> bool:
+    """Return whether a class is torch's or TorchRec's own."""
+    return kind.__module__.partition(".")[0] in ("torch", "torchrec")
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Return whether an optimizer updates only tables inside kernels."""
     if isinstance(optimizer, CombinedOptimizer):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
+from torchrec_checknrun.dense.optimizers import RowForms
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import Path, decode_state_chunk
@@ -132,12 +133,12 @@ class StateRestore:
         self._stored = StoredTables((), ())
         self.skipped: list[str] = []
 
-    def fit_optimizers(self, tables: Mapping[str, set[str] | None]) -> None:
+    def fit_optimizers(self, tables: Mapping[str, RowForms | None]) -> None:
         """Fit the dense optimizers' live state to the checkpoint; see ``DenseStates.fit``.
 
         Args:
-            tables: names of the optimizer states that are restored with rows, by the model's table;
-                None: no rows are restored.
+            tables: the optimizer states that are restored with rows, by the model's table; None: no
+                rows are restored.
 
         Raises:
             IncompatibleCheckpoint: an optimizer doesn't fit, or was saved by each of other ranks.
