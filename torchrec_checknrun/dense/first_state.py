@@ -15,18 +15,19 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_checknrun.dense.optimizers import RowForms
 from torchrec_checknrun.dense.tree import (
     HOOKS,
     Key,
     Parameter,
     Parameters,
     inner_optimizers,
+    is_optimizer,
     nodes,
     own_parameters,
     parameters_of,
 )
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.placements import laid_out_as, zeros_placed_as
 from torchrec_checknrun.values.state import (
     TORCH_DTYPES,
@@ -122,7 +123,7 @@ class _Copied:
         }
 
     def __call__(self, value: Any) -> Any:
-        if isinstance(value, Optimizer):
+        if is_optimizer(value):
             return _Still(self._groups)
         if id(value) in self._parameters:
             raise TypeError("an optimizer's own parameter")

@@ -14,9 +14,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
-from torchrec_checknrun.dense.optimizers import RowForms
 from torchrec_checknrun.dense.tree import hidden_optimizers
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.values.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)

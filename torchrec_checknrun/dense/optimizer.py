@@ -26,7 +26,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.dense.checks import check_groups, check_wrappers
 from torchrec_checknrun.dense.first_state import first_state_of_own_form, state_to_make
-from torchrec_checknrun.dense.optimizers import RowForms, row_names, row_states
+from torchrec_checknrun.dense.optimizers import row_names, row_states
 from torchrec_checknrun.dense.param_groups import (
     GROUPS,
     OWNERS,
@@ -61,6 +61,7 @@ from torchrec_checknrun.dense.tree import (
     shown,
 )
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.values.state import Tree, decode_state, tree_items
 

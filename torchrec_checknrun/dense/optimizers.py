@@ -28,9 +28,6 @@ from torchrec_checknrun.dense.tree import (
     names_table,
 )
 
-RowForms = dict[str, tuple[torch.dtype, bool]]
-"""A table's optimizer states under fused names, each with its type and whether it is row-wise."""
-
 
 def is_known(state: object) -> TypeGuard[Optimizer]:
     """Return whether a state object is an optimizer with torch's or TorchRec's state dict."""

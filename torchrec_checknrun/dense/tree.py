@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -351,10 +351,21 @@ def _identities(items: Mapping[Any, Any]) -> dict[int | str, int]:
     return {key if isinstance(key, str) else id(key): id(item) for key, item in items.items()}
 
 
+def is_optimizer(value: Any) -> TypeGuard[Optimizer]:
+    """Return whether a value is an optimizer, or has the interface of one, as some libraries'
+    wrappers that are not of torch's class.
+    """
+    return isinstance(value, Optimizer) or (
+        callable(getattr(type(value), "step", None))
+        and isinstance(getattr(value, "param_groups", None), list)
+        and isinstance(getattr(value, "state", None), Mapping)
+    )
+
+
 def _optimizers_in(value: object, name: str, depth: int = 0) -> Iterator[tuple[str, Optimizer]]:
     if type(value) in _PLAIN:  # most attributes; a look at an abstract class takes longer
         return
-    if isinstance(value, Optimizer):
+    if is_optimizer(value):
         yield name, value
     elif depth < _DEEPEST and isinstance(value, Mapping):
         for key, item in value.items():

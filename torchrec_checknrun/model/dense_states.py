@@ -21,10 +21,11 @@ from torch import nn
 from torchrec_checknrun.dense.first_state import LateStates
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
-from torchrec_checknrun.dense.optimizers import RowForms, handed_on, is_known
+from torchrec_checknrun.dense.optimizers import handed_on, is_known
 from torchrec_checknrun.dense.references import tensors_of
 from torchrec_checknrun.dense.state_dicts import lay_out
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.model.dense_model import DensePart
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.values.state import Tree

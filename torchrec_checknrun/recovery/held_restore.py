@@ -6,10 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchrec_checknrun.dense.optimizers import RowForms
 from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.memory.generators import set_generators
 from torchrec_checknrun.memory.held_states import HeldStates, local_parts, replicas
 from torchrec_checknrun.memory.model_content import part_name

@@ -324,8 +324,7 @@ class Survival:
             self._peers.folder.remove()
 
     def _settle_buckets(self) -> None:
-        if self._ranks.world_size > 2:  # of two, any order has one sum
-            settle_buckets(self._options.model)
+        settle_buckets(self._options.model)
 
     def _decide(self, found: list[Found]) -> tuple[Decision, Chain | None, list[str]]:
         gone = [image.missing is not None for image in found]

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.dense.optimizers import RowForms
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.format.row_chunk import RowForms, RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
-from torchrec_checknrun.dense.optimizers import RowForms
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import Path, decode_state_chunk
 from torchrec_checknrun.format.entries import StateEntry
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, write_whole
 from torchrec_checknrun.restore.blocks import SavedBlocks
