@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -176,6 +177,29 @@ def unsaved_hooks(model: nn.Module, states: Iterable[object]) -> set[str]:
         and id(held) not in kept
         and not type(held).__name__.startswith("_")  # torch's own, of one step
     }
+
+
+def unsaved_schedules(states: Iterable[object]) -> set[str]:
+    """Return the kinds of optimizers that a learning rate scheduler of torch's follows, unless a
+    state object is or holds a scheduler.
+    """
+    objects = tuple(states)
+    held = [value for state in objects for value in (state, *attributes(state).values())]
+    inside = [value for each in held for value in _items(each)]
+    if any(isinstance(value, LRScheduler) for value in (*held, *inside)):
+        return set()
+    return {
+        type(node.optimizer).__name__
+        for state in objects
+        for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
+        if hasattr(getattr(node.optimizer, "step", None), "_wrapped_by_lr_sched")
+    }
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def _loses(optimizer: KeyedOptimizer, kept: Collection[int]) -> bool:
