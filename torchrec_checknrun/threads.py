@@ -1,10 +1,12 @@
-"""Run work on threads, also while the interpreter ends; keep the garbage collector out.
+"""Run work on threads, also while the interpreter ends; keep other threads' calls, and the garbage
+collector, out.
 
 ``Threads`` replaces ``concurrent.futures``, which takes no more work once the main thread has
 ended, though a script's last checkpoint may still be on its way then. ``gc_paused`` keeps Python's
 garbage collector from rank 0's plans, millions of objects in a large job: the collector would walk
 all of them again and again with the lock that training needs, and its time grows faster than
-ranks × tables (``recipes.benchmarks.planning`` measures it).
+ranks × tables (``recipes.benchmarks.planning`` measures it). ``OneCaller`` refuses calls of an
+object that come in the midst of another one.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, Literal, TypeVar, cast
+
+from torchrec_checknrun.errors import CheckNRunError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Threads:
@@ -141,6 +146,93 @@ def _do(act: Callable[[], Any], done: Future[Any]) -> None:
     except BaseException as error:
         done.set_exception(error)
         del done  # the future and its error would keep each other, and the failed work's memory
+
+
+class OneCaller:
+    """Refuses calls of an object that come while another one is at work, or that would save while
+    another thread trains: rows would be of several steps.
+
+    Args:
+        name: of the object, for errors.
+
+    Attributes:
+        closed: whether no more calls are allowed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.closed = False
+        self._name = name
+        self._trains = threading.current_thread()
+        self._at_work: dict[None, Call] = {}
+        """The one call at work, if any: set at once, whatever signal comes."""
+
+    def enter(self, call: Call) -> None:
+        """Begin a call.
+
+        Raises:
+            CheckNRunError: it is refused; says how to do what was probably meant.
+        """
+        if self.closed and call.role != "waits":
+            raise CheckNRunError(f"{self._name} is closed, its hooks are off: make a new one")
+        at_work = self._at_work.setdefault(None, call)
+        if at_work is not call:
+            raise CheckNRunError(
+                f"{call} was called while {at_work} is at work, as by a signal handler or a timer, "
+                f"but {self._name} does one thing at a time. {_REMEDY}"
+            )
+        if call.role == "trains":
+            self._trains = call.thread
+        elif call.role == "saves" and self._trains is not call.thread and self._trains.is_alive():
+            raise CheckNRunError(
+                f"{call} was called, but {self._trains.name} trains with {self._name} (it made it, "
+                "or called restore() or step() last): rows may change meanwhile, and ranks would "
+                f"save different steps. {_REMEDY}"
+            )
+
+    def leave(self, call: Call) -> None:
+        """End a call, if it was begun."""
+        if self._at_work.get(None) is call:
+            del self._at_work[None]
+
+
+Role = Literal["trains", "saves", "waits"]
+"""A call by the thread that trains, one that must be made by that thread, or neither."""
+
+_REMEDY = (
+    "Call it between two steps, in the thread that trains; let a handler or a timer set a flag "
+    "that the loop looks at, or use a trigger (EverySeconds, OnSigterm, or one of your own)"
+)
+
+
+class Call:
+    """One call of a method, with the thread that makes it."""
+
+    def __init__(self, name: str, role: Role) -> None:
+        self.role: Role = role
+        self.thread = threading.current_thread()
+        self._name = name
+
+    def __str__(self) -> str:
+        return f"{self._name}() of {self.thread.name}"
+
+
+def one_at_a_time(role: Role) -> Callable[[F], F]:
+    """Make a method one that its object's ``_caller``, a ``OneCaller``, lets in or refuses."""
+
+    def decorate(method: F) -> F:
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            caller: OneCaller = self._caller
+            this = Call(method.__name__, role)
+            try:
+                caller.enter(this)
+                return method(self, *args, **kwargs)
+            finally:
+                caller.leave(this)
+
+        return cast("F", call)
+
+    return decorate
 
 
 _pauses: set[object] = set()

@@ -162,6 +162,19 @@ def test_any_checkpoint_restores(workers: Workers, scenario: dict[str, Any]) -> 
     check_scenario(workers, scenario)
 
 
+def test_tables_that_fbgemm_trains_wrong(workers: Workers) -> None:
+    """Lose no row where FBGEMM's CPU kernel trains others than were looked up: behind a table
+    without rows on a rank, of another number of columns.
+    """
+    segment = Segment((2, 3), bits=4)
+    spec, plans = random_spec(1629), 54829
+    assert [(t.rows, t.dim) for t in spec.collections[0].tables] == [(1, 8), (40, 20), (2, 4)]
+    assert set(random_plan(spec, 2, plans).values()) >= {"row_wise"}
+    segments = [asdict(segment)]
+    scenario = {"model": 1629, "plans": plans, "world_size": 2, "segments": segments}
+    check_scenario(workers, scenario)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @settings(quick, max_examples=examples(150))

@@ -3,6 +3,7 @@
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tests.unit.tracked_model import DIM, ROWS, WIDE, make_model, modified, table, train
 from torchrec_checknrun import Quantization
@@ -105,6 +107,65 @@ class TestDirectSaves:
         third = self.save(tmp_path / "third", tracked)
         assert third.parent == first.link
         self.check(tmp_path / "third", model)
+
+
+class LateWriter(StorageWriter):
+    """A writer that begins once it is let."""
+
+    def __init__(self, path: Path, begin: threading.Event) -> None:
+        super().__init__(path)
+        self._begin = begin
+
+    def storage_meta(self) -> Any:
+        assert self._begin.wait(60)
+        return super().storage_meta()
+
+
+class TestAsyncSaves:
+    """Store what ``dcp.async_save`` has copied, never rows that training changes meanwhile."""
+
+    def save(
+        self, state: dict[str, Any], path: Path, planner: SavePlanner, meanwhile: Callable[[], None]
+    ) -> Any:
+        begin = threading.Event()
+        saved = dcp.async_save(
+            state,
+            planner=planner,
+            storage_writer=LateWriter(path, begin),
+            async_stager=BlockingAsyncStager(),
+        )
+        assert isinstance(saved, Future)
+        meanwhile()
+        begin.set()
+        return saved.result(60)
+
+    def test_live_tables_are_refused(
+        self, model: nn.Module, tracked: TrackedModel, tmp_path: Path
+    ) -> None:
+        direct = TestDirectSaves()
+        first = direct.save(tmp_path / "first", tracked)
+        train(model, a=[[5]])
+        with pytest.raises(CheckpointException, match="async_save: training may go on"):
+            self.save({}, tmp_path / "second", SavePlanner(tracked), lambda: train(model, a=[[6]]))
+        assert not (tmp_path / "second").exists()
+        third = direct.save(tmp_path / "third", tracked)
+        assert third.parent == first.link
+        assert third.tables[WIDE].stored_values == 2 * DIM
+        direct.check(tmp_path / "third", model)
+
+    def test_a_state_dict_is_of_the_call(self, model: nn.Module, tmp_path: Path) -> None:
+        train(model, a=[[5]], shared=[[6]])
+        wanted = table(model, WIDE).clone()
+        self.save(
+            {"model": model.state_dict()},
+            tmp_path / "first",
+            SavePlanner(),
+            lambda: train(model, a=[[5, 7]]),
+        )
+        assert not torch.equal(table(model, WIDE), wanted)
+        state = {"model": model.state_dict()}
+        dcp.load(state, storage_reader=StorageReader(tmp_path / "first"), planner=LoadPlanner())
+        assert torch.equal(table(model, WIDE), wanted)
 
 
 class Unsendable(Exception):

@@ -68,7 +68,7 @@ def compact(root: Root, id: MaybeId = None, as_json: AsJson = False) -> None:
     from torchrec_checknrun.compaction import compact as compaction
 
     with progress("compacting") as step:
-        report = compaction.compact(open_root(root).url, id, progress=step)
+        report = compaction.compact(open_root(root), id, progress=step)
     if as_json:
         print_json({"compacted": None if report is None else report.to_json()})
     elif report is None:
@@ -111,7 +111,7 @@ def export(
     if form is Format.dcp:
         write = partial(exporting.export_dcp)
     with progress("exporting") as step:
-        done = write(folder, chain, target, optimizer=optimizer, scratch=scratch, progress=step)
+        done = write(folder, chain, into, optimizer=optimizer, scratch=scratch, progress=step)
     if as_json:
         print_json({"target": masked(target), **asdict(done)})
         return
@@ -148,8 +148,8 @@ def publish(
     try:
         with progress("publishing") as step:
             done = publishing.publish(
-                open_root(root).url,
-                into.url,
+                open_root(root),
+                into,
                 bits=bits,
                 keep=keep,
                 every_hours=keep_hours,

@@ -17,13 +17,17 @@ from rich.table import Table
 
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.root.checkpoints import Listing, committed
+from torchrec_checknrun.store.deadlines import TIMEOUT_SECONDS
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.store.retry import masked
+from torchrec_checknrun.store.retry import masked, retry_seconds
 
 _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
 """Characters that move a cursor, change the direction of text, or can't be printed at all."""
+
+_PATIENCE_SECONDS = 300.0
+"""The longest wait for a storage that doesn't answer at all, drivers' own retries included."""
 
 Step = Callable[[int, int], object]
 """Receives the work done so far and the whole work."""
@@ -61,8 +65,10 @@ def open_root(url: str) -> Folder:
     Raises:
         CheckNRunError: fsspec can't open such a URL here.
     """
+    # Retries fit in, see ``Folder``; a training job is more patient.
+    patience = min(TIMEOUT_SECONDS, max(_PATIENCE_SECONDS, 1.5 * retry_seconds()))
     try:
-        return Folder(url)
+        return Folder(url, patience)
     except ImportError as error:
         extra = "s3" if url.startswith(("s3:", "s3a:")) else None
         remedy = f"pip install 'torchrec_checknrun[{extra}]'" if extra else "install that module"

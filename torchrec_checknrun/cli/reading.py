@@ -27,6 +27,7 @@ from torchrec_checknrun.cli.output import (
     size,
 )
 from torchrec_checknrun.errors import CheckpointNotFound
+from torchrec_checknrun.root.checkpoints import describe_empty
 
 if TYPE_CHECKING:
     from torchrec_checknrun.root.chain import Chain
@@ -44,9 +45,9 @@ def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
 
     folder = open_root(root)
     with progress("verifying") as step:
-        found = verification.verify(folder.url, ids or None, progress=step)
+        found = verification.verify(folder, ids or None, progress=step)
     if not found:
-        raise CheckpointNotFound(f"no committed checkpoint in {folder}")
+        raise CheckpointNotFound(f"no committed checkpoint: {describe_empty(folder)}")
     sound = not any(one.problems for one in found)
     if as_json:
         print_json({"sound": sound, "checkpoints": [asdict(one) for one in found]})
@@ -167,7 +168,7 @@ def diff(root: Root, before: Id, after: Id, as_json: AsJson = False) -> None:
     from torchrec_checknrun.tools.diff import compare
 
     with progress("comparing") as step:
-        found = compare(open_root(root).url, before, after, progress=step)
+        found = compare(open_root(root), before, after, progress=step)
     if as_json:
         print_json(asdict(found))
         return

@@ -55,7 +55,7 @@ FILE_BYTES = 4 << 30
 
 
 def compact(
-    root: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Folder,
     checkpoint: str | None = None,
     *,
     file_bytes: int = FILE_BYTES,
@@ -96,7 +96,7 @@ def compact(
         ClaimDamaged: which checkpoints count can't be told; nothing was committed.
         OSError: the storage failed; nothing was committed.
     """
-    return compact_in(Folder(root), checkpoint, file_bytes, progress)
+    return compact_in(Folder.of(root), checkpoint, file_bytes, progress)
 
 
 def compact_in(

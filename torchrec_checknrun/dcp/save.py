@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -63,7 +64,8 @@ class SavePlanner(DcpSavePlanner):
 
     Args:
         tracked: from ``track(model)``. Its next interval starts with this save; if the save turns
-            out not to have been committed, its rows are part of the next one.
+            out not to have been committed, its rows are part of the next one. Its rows are read
+            while ``dcp.save`` waits; ``dcp.async_save``, which doesn't, is refused.
         quantization: width of the stored rows.
         per_rank: top-level state-dict keys whose content differs between ranks.
         replicated: top-level keys of which rank 0's content is right for all ranks, so that they
@@ -97,6 +99,7 @@ class SavePlanner(DcpSavePlanner):
         self._full = full
         self._chunk_bytes = chunk_bytes
         self._share = Share((), {})
+        self._made_by = _this_thread()
 
     @picklable_errors()  # DCP sends errors to rank 0
     def set_up_planner(
@@ -109,6 +112,14 @@ class SavePlanner(DcpSavePlanner):
             raise InvalidPlan(
                 "SavePlanner makes chunks that this package's StorageWriter writes: pass "
                 "storage_writer=StorageWriter(path) to dcp.save as well"
+            )
+        if self._tracked is not None and self._made_by != _this_thread():
+            raise InvalidPlan(
+                "SavePlanner(tracked) reads the live tables, and was made by another thread than "
+                "this one, as with dcp.async_save: training may go on meanwhile, so that rows "
+                "would be of several steps. Use Checkpointer, which saves beside training, or "
+                "dcp.save in the thread that trains; or SavePlanner() without a tracked model, "
+                "which stores what dcp.async_save has copied"
             )
         self._prepared = self._prepare(state_dict, str(storage_meta.checkpoint_id))
 
@@ -259,6 +270,10 @@ def models_of(state_dict: Mapping[str, Any]) -> frozenset[str]:
 
 def _holds_table(content: Mapping[Any, Any]) -> bool:
     return any(is_sharded(v) and str(key).endswith(".weight") for key, v in content.items())
+
+
+def _this_thread() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
 
 
 def _names(plan: SavePlan) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ class Images:
         """Return the file of a rank's image.
 
         Args:
-            root: the URL of the run's checkpoints, which names the run.
+            root: the place of the run's checkpoints (``Folder.place``), which names the run.
         """
         return _path(self.folder, root, rank, world_size, "image")
 

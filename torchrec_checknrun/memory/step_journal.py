@@ -214,7 +214,7 @@ class KernelJournal:
     def before_any(self) -> None:
         """Journal all rows, where they are few."""
         if not self._small:
-            self._journal.missed("their optimizer may change rows that were not looked up")
+            self._journal.missed("their kernel may change rows that were not looked up")
             return
         for place, rows in enumerate(self._rows):
             self.before_write(place, torch.arange(rows))

@@ -114,18 +114,18 @@ class KernelHook:
     def _mark_whole(self) -> None:
         if self.writes.journal is not None:
             self.writes.journal.before_any()
-        self._mark_all(range(len(self._marks)), self.kernel.module._emb_module.optimizer)
+        self._mark_all(range(len(self._marks)), self.kernel.touches_other_rows)
 
-    def _mark_all(self, tables: Collection[int], optimizer: object) -> None:
-        """Mark all rows of tables, by their places in the kernel; warn once of the optimizer."""
+    def _mark_all(self, tables: Collection[int], why: str) -> None:
+        """Mark all rows of tables, by their places in the kernel; warn once why."""
         for i in tables:
             self._marks[i].mark_all()
         if tables and not self._warned:
             self._warned = True
             logger.warning(
-                "optimizer %s may change rows that were not looked up: all rows of %s count as "
-                "modified after every step, and differential checkpoints save nothing there",
-                optimizer,
+                "%s: all rows of %s count as modified after every step, and differential "
+                "checkpoints save nothing there",
+                why,
                 [self.kernel.shards[i].table for i in tables],
             )
 
@@ -185,7 +185,8 @@ class DataParallelHook(KernelHook):
         for i in {each.table for each in stepped}:
             self._pending[i].mark()
         whole = sorted({each.table for each in stepped if touches_others[each.group]})
-        self._mark_all(whole, type(optimizer).__name__)
+        name = type(optimizer).__name__
+        self._mark_all(whole, f"optimizer {name} may change rows that were not looked up")
 
 
 def reset_rows(

@@ -112,7 +112,8 @@ class Kernel:
         shards: the tables' local shards, in the kernel's order.
         feature_to_shard: for each key of that KeyedJaggedTensor, by position, the index in
             ``shards`` (a feature's *name* is ambiguous: two tables may share it).
-        touches_other_rows: whether the fused optimizer may change rows that were not looked up.
+        touches_other_rows: why the update may change rows that were not looked up; empty: it
+            changes none.
         data_parallel: every rank has these tables, and a dense optimizer updates them.
         optimizers: the known dense optimizers, for data-parallel tables' state.
         parameters: returns, of data-parallel tables, the model's own parameters.
@@ -124,7 +125,7 @@ class Kernel:
     module: Any
     shards: list[LocalShard]
     feature_to_shard: list[int]
-    touches_other_rows: bool
+    touches_other_rows: str
     data_parallel: bool = False
     optimizers: DenseOptimizers = field(default_factory=lambda: DenseOptimizers(()))
     parameters: Callable[[], list[torch.Tensor]] = field(default=list, repr=False, compare=False)
@@ -316,11 +317,36 @@ def _kernel(module: Any, prefix: str, collection: Any, optimizers: DenseOptimize
         module=module,
         shards=shards,
         feature_to_shard=list(module._feature_table_map),
-        touches_other_rows=not data_parallel and tbe.optimizer not in _TOUCHES_LOOKED_UP_ROWS_ONLY,
+        touches_other_rows="" if data_parallel else _why_other_rows(tbe, shards),
         data_parallel=data_parallel,
         optimizers=optimizers,
         parameters=partial(_parameters, collection, names) if data_parallel else list,
     )
+
+
+def _why_other_rows(tbe: Any, shards: list[LocalShard]) -> str:
+    """Return why a fused kernel's update may change rows that were not looked up."""
+    if tbe.optimizer not in _TOUCHES_LOOKED_UP_ROWS_ONLY:
+        return f"optimizer {tbe.optimizer} may change rows that were not looked up"
+    if not tbe.use_cpu:
+        return ""
+    # FBGEMM's CPU kernels tell tables apart by where their rows begin, all rows counted: a table
+    # without rows and the one behind it are one table to them, of the first one's columns.
+    empty: list[LocalShard] = []
+    for shard in shards:
+        if shard.rectangle.rows == 0:
+            empty.append(shard)
+            continue
+        others = [before.table for before in empty if before.rectangle.cols != shard.rectangle.cols]
+        if others:
+            return (
+                f"FBGEMM's CPU kernel trains other rows than were looked up, or crashes, where "
+                f"{others}, without a row on this rank, come before {shard.table}, which has "
+                "another number of columns (with or without checkpoints: shard the former "
+                "table_wise, or give them at least as many rows as there are ranks)"
+            )
+        empty = []
+    return ""
 
 
 def _is_averaged(collection: Any, prefix: str) -> bool:

@@ -141,7 +141,7 @@ def check_publishable(options: Options, tracked: TrackedModel, world_size: int) 
 
 def _require_apart(root: Folder, published: Folder) -> None:
     """Refuse roots of which one lies in the other: each deletes what it doesn't know."""
-    one, other = (f"{folder.url.rstrip('/')}/" for folder in (root, published))
+    one, other = (f"{folder.place}/" for folder in (root, published))
     if one.startswith(other) or other.startswith(one):
         raise ValueError(
             f"publish: root {published} must lie outside of the checkpoints' root {root}: give it "

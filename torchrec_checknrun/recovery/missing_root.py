@@ -10,7 +10,7 @@ import logging
 
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, RootInUse
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.chain import Chain, newest
 from torchrec_checknrun.root.checkpoints import committed, describe_empty, has_manifest
 from torchrec_checknrun.root.shared_root import require_nowhere
 from torchrec_checknrun.root.writer import RootWriter
@@ -52,10 +52,7 @@ def protect_existing(root: Folder, ranks: Ranks, writer: RootWriter) -> None:
         except CheckNRunError as error:
             return f"the checkpoints in {root} can't be read: {error}"
         if chain is not None:
-            return (
-                f"{root} holds checkpoints up to {chain.head.id} (step {chain.head.step}), which "
-                "this run abandons as a fork; that chain is not deleted"
-            )
+            return _abandons(root, chain)
         if problems:
             return f"{root} holds checkpoints, but none can be restored: {'; '.join(problems)}"
         return describe_empty(root)
@@ -63,6 +60,33 @@ def protect_existing(root: Folder, ranks: Ranks, writer: RootWriter) -> None:
     where = ranks.from_rank_0(protect)
     if ranks.rank == 0:
         logger.warning("nothing restored, a FRESH START, since resume is 'never': %s", where)
+
+
+def protect_unasked(root: Folder, writer: RootWriter) -> str | None:
+    """Protect the newest chain of a root in which a run saves that has restored nothing: it may
+    have forgotten to, or have the wrong root. For rank 0.
+
+    Returns:
+        A warning; None where a restore has decided, or the root holds no complete chain.
+
+    Raises:
+        ClaimDamaged, StorageFailed: the root can't be read.
+    """
+    if writer.settled:
+        return None
+    chain, _ = newest(root)
+    writer.leave_behind(chain)
+    return None if chain is None else f"nothing was restored: {_abandons(root, chain)}"
+
+
+def _abandons(root: Folder, chain: Chain) -> str:
+    """Describe the chain that a fresh start leaves behind."""
+    id = chain.head.id
+    return (
+        f"{root} holds checkpoints up to {id} (step {chain.head.step}), which this run abandons as "
+        f"a fork. It does not delete that chain; a later run will, unless you keep it with "
+        f"`checknrun pin {root} {id}`"
+    )
 
 
 def _describe_uncommitted(root: Folder) -> str:

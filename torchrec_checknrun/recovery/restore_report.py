@@ -36,6 +36,13 @@ def report_restored(
         saver.log("skipped: %s", what, level=logging.WARNING)
     for problem in found.passed_over:
         saver.log("passed over: %s", problem, level=logging.WARNING)
+    if found.forks and not found.passed_over:
+        saver.log(
+            "checkpoints newer than %s are there: as soon as this run saves they are an abandoned "
+            "fork, which retention deletes first; `checknrun pin` keeps one",
+            head.id,
+            level=logging.WARNING,
+        )
     of_memory = f", {found.memory_bytes:,} bytes from memory" if found.memory_bytes else ""
     saver.log("restored %s (step %d) in %.2f s%s", head.id, head.step, seconds, of_memory)
     return RestoreReport(

@@ -55,7 +55,7 @@ def skip_initialization(
     """
     images = Images() if images is None else images
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if not images.path(Folder(root).url, *ranks).is_file():
+    if not images.path(Folder(root).place, *ranks).is_file():
         yield False
         return
     with ExitStack() as patches:

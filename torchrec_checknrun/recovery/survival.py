@@ -70,7 +70,7 @@ def make_image(options: Options, target: Target, ranks: Ranks) -> RankImage | No
         return None
     return RankImage(
         options.survive,
-        options.root.url,
+        options.root.place,
         ranks.rank,
         ranks.world_size,
         options.model,

@@ -20,7 +20,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.chain import copy_among, files_problem, parent_among, walk
-from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.checkpoints import committed, describe_empty, read_manifest
 from torchrec_checknrun.root.retention import abandoned_ids, is_pinned
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import FOLDER, Claim, Claims, read_claims, require_claim
@@ -102,7 +102,8 @@ def inventory(root: Folder) -> Inventory:
     ids = committed(root)
     if not ids:
         raise CheckpointNotFound(
-            f"no checkpoints in {root}: name the folder or URL that was given to Checkpointer"
+            f"no checkpoints: {describe_empty(root)}. Name the folder or URL that was given to "
+            "Checkpointer"
         )
     content = _read(root, ids)
     lost = _lost_claim(root, claims, content.manifests)

@@ -21,6 +21,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import parse_id, parse_ids
 from torchrec_checknrun.root.checkpoints import (
     Listing,
+    describe_empty,
     find_checkpoints,
     find_forbidden,
     has_manifest,
@@ -284,7 +285,7 @@ def newest(
 
 
 def newest_required(root: Folder, *, answers: bool = False) -> Chain:
-    """Return the newest complete chain.
+    """Return the newest complete chain; log why newer checkpoints were passed over.
 
     Raises:
         CheckpointNotFound, ChainBroken: there is none.
@@ -292,10 +293,12 @@ def newest_required(root: Folder, *, answers: bool = False) -> Chain:
     """
     chain, problems = newest(root, answers=answers)
     if chain is not None:
+        for problem in problems:
+            logger.warning("passed over: %s", problem)
         return chain
     if problems:
         raise ChainBroken(f"{root} holds no complete chain: {'; '.join(problems)}")
-    raise CheckpointNotFound(f"no committed checkpoint in {root}")
+    raise CheckpointNotFound(f"no committed checkpoint: {describe_empty(root)}")
 
 
 def _newest(

@@ -188,6 +188,8 @@ def describe_empty(root: Folder) -> str:
     elif names:
         shown = ", ".join(map(_shown, names[:_MOST_NAMED]))
         found = f"{root} holds no checkpoint, but {shown}{', …' * (len(names) > _MOST_NAMED)}"
+    elif root.name in neighbours and root.parent.size(root.name) is not None:
+        found = f"{root} is a file, where a folder should be"
     elif root.name in neighbours:
         found = f"{root} is empty"
     else:

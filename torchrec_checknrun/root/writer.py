@@ -41,6 +41,7 @@ class RootWriter:
     Attributes:
         lost_parent: set by ``before_commit`` in the background when a checkpoint of the lineage was
             deleted; the training thread takes note, and resets this.
+        settled: whether a restore has decided what becomes of the checkpoints that are there.
         compacting: the checkpoint that is being compacted behind training: it stays, and so does
             its copy until that is part of the lineage.
     """
@@ -56,7 +57,7 @@ class RootWriter:
         """The number of the newest checkpoint, if the run goes on from that; 0: from none."""
         self._manifests: dict[str, Manifest] = {}
         self._pruner = None if retention is None else Pruner(self._prune)
-        self.lost_parent = False
+        self.lost_parent = self.settled = False
         self.compacting: Manifest | None = None
         self._sequence: int | None = None
         """The highest sequence number in use in the root, once looked for."""
@@ -124,6 +125,7 @@ class RootWriter:
             chain: None if the root holds no checkpoint.
             forks: whether newer checkpoints, if any, are to be abandoned.
         """
+        self.settled = True
         self._newest = None if forks else 0 if chain is None else chain.head.sequence
         if chain is None:
             return
@@ -139,6 +141,7 @@ class RootWriter:
         Raises:
             ClaimDamaged, StorageFailed: the earlier attempts' claim can't be read.
         """
+        self.settled = True
         before = latest_claim(self._root)
         left = [m.id for m in chain.manifests] if chain is not None else []
         if before is not None and before.holder.precedes(Holder.this_process()):

@@ -35,6 +35,7 @@ from torchrec_checknrun.save.parent_content import DenseForm
 from torchrec_checknrun.schedule.triggers import Trigger
 from torchrec_checknrun.shards import CHUNK_BYTES
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
+from torchrec_checknrun.threads import OneCaller, one_at_a_time
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ class Checkpointer(WrittenByHand):
     """The checkpoints of one TorchRec model: saves the model and its run's state, restores both.
 
     Construct it on all ranks at once, after the model is sharded. Call ``restore``, ``step``,
-    ``save`` and ``close`` on all ranks at the same point of the training loop.
+    ``save`` and ``close`` on all ranks at the same point of the training loop, in the thread that
+    trains: a call by another one, or in the midst of another call, is refused.
 
     Args:
         root: folder or fsspec URL of this run's checkpoints.
@@ -81,7 +83,7 @@ class Checkpointer(WrittenByHand):
         retention: checkpoints to keep after a commit, others are deleted in background; None: all.
         resume: the default of ``restore()``: ``auto`` takes the newest complete chain, or starts
             fresh where there is no checkpoint; ``must`` raises there; ``never`` starts fresh in any
-            case (after a restart by torchrun, too), and keeps the existing chain.
+            case (after a restart by torchrun, too), and deletes nothing of the chain there.
         timeout_seconds: how long a save, a restore or ``close`` waits without any answer from other
             ranks or the storage.
         chunk_bytes: bytes of memory for the rows of a chunk, with every copy of them that a save
@@ -147,8 +149,9 @@ class Checkpointer(WrittenByHand):
         self._restoring = Restoring(
             self._options, self._target, self._ranks, self._saver, self._survival
         )
-        self._closed = False
+        self._caller = OneCaller(f"this Checkpointer of {self.root}")
 
+    @one_at_a_time("trains")
     def restore(
         self,
         checkpoint: str | None = None,
@@ -190,7 +193,6 @@ class Checkpointer(WrittenByHand):
             ModelPartlyRestored: reading failed after the model was changed, and nothing else could
                 be restored; from then on ``step`` and ``save`` raise this error, too.
         """
-        self._refuse_if_closed()
         if verify not in ("read", "all"):
             raise ValueError(f"verify must be 'read' or 'all', not {verify!r}")
         fit = Fit(map or {}, strict, shrink)
@@ -206,6 +208,7 @@ class Checkpointer(WrittenByHand):
         finally:
             self.steps = self._restoring.steps
 
+    @one_at_a_time("trains")
     def step(self) -> CheckpointReport | None:
         """Count a training step and begin a checkpoint if one is due; call it after every step.
 
@@ -223,7 +226,7 @@ class Checkpointer(WrittenByHand):
             ModelPartlyRestored: an earlier restore failed half-way.
             RootInUse, RootNotShared, ClaimDamaged: this run may not write to the root.
         """
-        self._require_usable()
+        self._restoring.require_whole()
         self._saver.progressed()
         self.steps += 1
         self._survival.end_step(self.steps)  # first: no checkpoint is newer than the images
@@ -239,7 +242,7 @@ class Checkpointer(WrittenByHand):
             self._publisher.step(self.steps)
         if ending and not self._saver.deferred:
             try:
-                self.wait()
+                self._wait()
             finally:
                 self._schedule.end()
         return self._saver.outcomes.take()
@@ -250,6 +253,7 @@ class Checkpointer(WrittenByHand):
     @overload
     def save(self, *, wait: bool) -> CheckpointReport | None: ...
 
+    @one_at_a_time("saves")
     def save(self, *, wait: bool = True) -> CheckpointReport | None:
         """Save a checkpoint now, after the one that is being written.
 
@@ -271,7 +275,7 @@ class Checkpointer(WrittenByHand):
                 marked.
             ModelPartlyRestored, RootInUse, RootNotShared, ClaimDamaged: as ``step``.
         """
-        self._require_usable()
+        self._restoring.require_whole()
         self._settle(wait=True)
         self._survival.before_save()
         begun = self._begin(tell=wait)
@@ -283,10 +287,11 @@ class Checkpointer(WrittenByHand):
             raise error
         if begun is Begun.UNCHANGED:
             return self._saver.unchanged()
-        report = self.wait()
+        report = self._wait()
         assert report is not None
         return report
 
+    @one_at_a_time("saves")
     def publish(self, *, wait: bool = True) -> CheckpointReport | None:
         """Publish now, after what is being written; with ``wait``, wait until it is durable.
 
@@ -297,7 +302,7 @@ class Checkpointer(WrittenByHand):
         Raises:
             ValueError: the Checkpointer was made without ``publish``.
         """
-        self._require_usable()
+        self._restoring.require_whole()
         if self._publisher is None:
             raise ValueError("nothing is published: give Checkpointer(..., publish=Publish(root))")
         self._settle(wait=True)
@@ -312,15 +317,16 @@ class Checkpointer(WrittenByHand):
         """The report of the last publication that was committed; None before the first."""
         return None if self._publisher is None else self._publisher.last
 
+    @one_at_a_time("waits")
     def wait(self) -> CheckpointReport | None:
         """Wait until the checkpoint that was begun is durable; return its report as ``step`` does.
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: the checkpoint was not committed.
         """
-        self._settle(wait=True)
-        return self._saver.outcomes.take()
+        return self._wait()
 
+    @one_at_a_time("waits")
     def close(self) -> None:
         """Save if ``AtEnd`` asks, wait, remove the hooks, free the staging memory; at most once.
 
@@ -330,7 +336,7 @@ class Checkpointer(WrittenByHand):
             SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
             SystemExit: SIGTERM has come meanwhile (``OnSigterm``).
         """
-        if self._closed:
+        if self._caller.closed:
             return
         try:
             self._settle(wait=True)
@@ -341,7 +347,7 @@ class Checkpointer(WrittenByHand):
                 self._survival.before_save()
                 if self._begin() is Begun.DEFERRED:
                     raise not_begun_at_the_end(self.steps)
-            self.wait()
+            self._wait()
         finally:
             idle = not (self._saver.running or self._saver.publishing() or self._saver.hangs)
             self._release(failed=sys.exc_info()[0] is not None)
@@ -364,7 +370,7 @@ class Checkpointer(WrittenByHand):
             self._release(failed=True)
 
     def _release(self, failed: bool = False) -> None:
-        self._closed = True
+        self._caller.closed = True
         self._survival.close(over=not failed)
         self._target.tracked.close()
         for part in (self._publisher, self._saver, self._schedule):
@@ -377,6 +383,10 @@ class Checkpointer(WrittenByHand):
             self._publisher.settle(wait)
         self._saver.settle(wait)
 
+    def _wait(self) -> CheckpointReport | None:
+        self._settle(wait=True)
+        return self._saver.outcomes.take()
+
     def _begin(self, tell: bool = False) -> Begun:
         begun = self._saver.begin(self.steps, tell)
         if begun is Begun.YES:
@@ -385,16 +395,6 @@ class Checkpointer(WrittenByHand):
 
     def _forget_failure(self) -> None:
         try:
-            self.wait()
+            self._wait()
         except CheckNRunError as error:
             logger.error("a checkpoint was not committed: %s", error)
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise CheckNRunError(
-                f"this Checkpointer of {self.root} is closed, its hooks are off: make a new one"
-            )
-
-    def _require_usable(self) -> None:
-        self._refuse_if_closed()
-        self._restoring.require_whole()

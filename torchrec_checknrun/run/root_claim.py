@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from torchrec_checknrun.errors import RootInUse
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.recovery.missing_root import protect_unasked
 from torchrec_checknrun.root.shared_root import require_shared
 from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.store.folder import Folder
@@ -76,9 +77,13 @@ class RootClaim:
     def _take(self) -> None:
         here = Holder.this_process()
         for other in RootClaim._taken:
-            if other._root.url == self._root.url and other._writer.lease.claim.holder == here:
+            same = other._root.place == self._root.place
+            if same and other._writer.lease.claim.holder == here:
                 raise RootInUse(
                     f"another Checkpointer of this process writes to {self._root} and was not "
                     "closed: close() it first, or give this one a root of its own"
                 )
+        warning = protect_unasked(self._root, self._writer)
         self._writer.claim()
+        if warning is not None:
+            logger.warning("%s", warning)

@@ -73,8 +73,8 @@ class Done:
 
 
 def publish(
-    root: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Folder,
+    target: str | os.PathLike[str] | Folder,
     *,
     bits: int | None = None,
     keep: int | None = None,
@@ -111,7 +111,7 @@ def publish(
         raise ValueError(
             f"bits must be one of {WIDTHS}, or None for rows as they are, not {bits!r}"
         )
-    source, into = Folder(root), Folder(target)
+    source, into = Folder.of(root), Folder.of(target)
     head, published = _add(source, into, bits, progress)
     deleted = () if retention is None else tuple(prune(into, retention).verdict.delete)
     return Done(head, published, deleted)

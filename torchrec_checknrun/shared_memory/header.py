@@ -21,7 +21,6 @@ from torchrec_checknrun.shared_memory.file import PAGE, NoImage, up
 
 MAGIC = 0x33474D494B43
 """The first six bytes: ``CKIMG3``."""
-WORDS = PAGE // 8
 _HEAD = 4
 """Words before a record's content: number, bytes, checksum, and one that is free."""
 HEAD_BYTES = 8 * _HEAD

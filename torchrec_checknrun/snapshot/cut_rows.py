@@ -40,7 +40,7 @@ def why_copied_at_cut(shard: TrackedShard) -> str | None:
     if not shard.local.weight.is_cpu:
         return "not in CPU memory"
     if kernel.touches_other_rows:
-        return "its optimizer changes rows that were not looked up"
+        return "its kernel changes rows that were not looked up"
     if shard.writes.spoils:
         return "written outside of training while it was being saved"
     if not can_copy_on_write(shard.local.tensors):

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from typing import TypeVar
 
-import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
@@ -26,6 +25,7 @@ from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo, file_copy
 from torchrec_checknrun.store.local import LocalStore
 from torchrec_checknrun.store.new_file import NewFile, require_all
 from torchrec_checknrun.store.retry import masked, retrying, storage_failed
+from torchrec_checknrun.store.urls import opened, parts_of, require_slashes
 
 T = TypeVar("T")
 
@@ -48,6 +48,7 @@ class Folder:
         patience: bounds all waits for this storage.
 
     Raises:
+        ValueError: the URL has lost a slash, as by ``pathlib.Path("s3://bucket")``.
         StorageFailed: the storage refused an operation or didn't answer; all methods raise it.
         CorruptCheckpoint: on a local disk, a symbolic link is in place of a file or a directory in
             the folder; all methods raise it.
@@ -57,11 +58,10 @@ class Folder:
         self, url: str | os.PathLike[str], timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
         self.url = os.fspath(url)
+        require_slashes(self.url)
         self.patience = Patience(timeout_seconds)
         try:  # some drivers call the store here
-            self._fs, path = self.patience.call(
-                lambda: fsspec.core.url_to_fs(self.url), f"opening {self}"
-            )
+            self._fs, path = self.patience.call(lambda: opened(self.url), f"opening {self}")
         except OSError as error:
             raise storage_failed(error, f"opening {self}") from error
         while type(self._fs) is DirFileSystem and isinstance(self._fs.fs, LocalFileSystem):
@@ -79,11 +79,16 @@ class Folder:
             # fsspec joins the path that follows "dir::" twice: the path alone can have children.
             self.url = f"dir://{self._path}{self.url[3:]}"
 
+    @classmethod
+    def of(cls, root: str | os.PathLike[str] | Folder) -> Folder:
+        """Open a path or URL; a folder stays as it is, with its time limit."""
+        return root if isinstance(root, Folder) else cls(root)
+
     def __str__(self) -> str:
         return masked(self.url)
 
     def __truediv__(self, name: str) -> Folder:
-        before, path, after = _parts(self.url)
+        before, path, after = parts_of(self.url)
         folder = self._at(f"{self._path}/{name}", f"{before}{path}/{name}{after}")
         folder._below = (*self._below, name)
         return folder
@@ -91,10 +96,17 @@ class Folder:
     @property
     def parent(self) -> Folder:
         """Folder that contains this one."""
-        before, path, after = _parts(self.url)
+        before, path, after = parts_of(self.url)
         folder = self._at(self._path.rpartition("/")[0], before + path.rpartition("/")[0] + after)
         folder._below = self._below[:-1]
         return folder
+
+    @property
+    def place(self) -> str:
+        """What all spellings of the folder have in common: on a disk the path without links."""
+        if not self._local:
+            return self.url.rstrip("/")
+        return self.patience.call(lambda: os.path.realpath(self.url), f"opening {self}")
 
     @property
     def outermost(self) -> tuple[str, tuple[str, ...]]:
@@ -354,18 +366,3 @@ class Folder:
             self.patience.call(sync, what)
         except OSError as error:
             raise storage_failed(error, what) from error
-
-
-def _parts(url: str) -> tuple[str, str, str]:
-    """Split a URL into its path (with the host), the part before and the part after.
-
-    In a chain, as ``simplecache::s3://bucket/run`` or ``zip://run::file:///a.zip``, the path is the
-    first one.
-    """
-    before = ""
-    while "::" in url and "/" not in url.partition("::")[0]:
-        first, _, url = url.partition("::")
-        before += f"{first}::"
-    url, chain, after = url.partition("::")
-    protocol, separator, path = url.rpartition("://")
-    return before + protocol + separator, path.rstrip("/"), chain + after

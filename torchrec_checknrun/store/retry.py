@@ -94,7 +94,7 @@ def retrying(act: Callable[[], T], what: str, most: float = math.inf) -> T:
         CheckNRunError: the environment's CHECKNRUN_RETRY_SECONDS is no number.
         StorageFailed: any other failure.
     """
-    seconds = min(_seconds(), most)
+    seconds = min(retry_seconds(), most)
 
     def log(state: RetryCallState) -> None:
         assert state.outcome is not None
@@ -148,7 +148,12 @@ def storage_failed(error: Exception, what: str) -> Exception:
     return kind(number or errno.EIO, masked(message))
 
 
-def _seconds() -> float:
+def retry_seconds() -> float:
+    """Return how long a failing operation is retried.
+
+    Raises:
+        CheckNRunError: the environment's CHECKNRUN_RETRY_SECONDS is no number.
+    """
     text = os.environ.get(_VARIABLE) or str(RETRY_SECONDS)
     try:
         seconds = float(text)

@@ -52,7 +52,7 @@ class HostFiles(OutgoingCopies):
     ) -> None:
         most = 2 * (bytes + _INDEXES) if wanted.most_bytes is None else wanted.most_bytes
         super().__init__(
-            CopiesFolder(wanted.path(root.url, rank, world_size)),
+            CopiesFolder(wanted.path(root.place, rank, world_size)),
             rank,
             full_bytes=bytes + _INDEXES,
             most=most,

@@ -82,7 +82,7 @@ class Difference:
 
 
 def compare(
-    root: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Folder,
     before: str,
     after: str,
     *,
@@ -103,7 +103,7 @@ def compare(
         CheckpointNotFound, ChainBroken, CorruptCheckpoint, UnsupportedFormat: can't read one.
         StorageFailed: the storage doesn't answer.
     """
-    folder = Folder(root)
+    folder = Folder.of(root)
     chains = [resolve(folder, id) for id in (before, after)]
     contents = [read_content(folder, chain) for chain in chains]
     cache = ChunkCache(folder, cache_bytes)

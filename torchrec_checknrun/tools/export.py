@@ -63,7 +63,7 @@ class Exported:
 def export_dcp(
     root: Folder,
     chain: Chain,
-    target: str | os.PathLike[str],
+    target: str | os.PathLike[str] | Folder,
     *,
     optimizer: bool = True,
     scratch: str | None = None,
@@ -89,7 +89,7 @@ def export_dcp(
         CorruptCheckpoint, UnsupportedFormat, IncompatibleCheckpoint: as a restore does.
         OSError: the storage failed.
     """
-    into = Folder(target)
+    into = Folder.of(target)
     _make_empty(into)
     content = read_content(root, chain)
     tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
@@ -135,7 +135,7 @@ def _save_dcp(into: Folder, tensors: Mapping[str, torch.Tensor]) -> None:
 def export_safetensors(
     root: Folder,
     chain: Chain,
-    target: str | os.PathLike[str],
+    target: str | os.PathLike[str] | Folder,
     *,
     rows: Rows = "full",
     layout: Layout = "stored",
@@ -167,7 +167,7 @@ def export_safetensors(
     """
     from safetensors.torch import save_file
 
-    into = Folder(target)
+    into = Folder.of(target)
     if not _is_local(into):
         raise OSError(
             f"safetensors need a local folder, not {into}: export to one, then copy the files"

@@ -66,7 +66,7 @@ class Verified:
 
 
 def verify(
-    root: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Folder,
     checkpoints: Sequence[str] | None = None,
     *,
     progress: Callable[[int, int], object] | None = None,
@@ -91,7 +91,7 @@ def verify(
         StorageFailed: the root can't be listed.
         StorageUnreachable: the storage doesn't answer.
     """
-    folder = Folder(root)
+    folder = Folder.of(root)
     wanted = committed(folder) if checkpoints is None else list(checkpoints)
     manifests, parents, problems = _manifests(folder, wanted, named=checkpoints is not None)
     total = sum(manifest.stored_bytes for manifest in manifests.values())

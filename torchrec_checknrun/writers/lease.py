@@ -258,7 +258,10 @@ class Lease:
                 f"`checknrun unlock {self._root}`, which names the consequences"
             )
         if latest.holder.alive_here:
-            raise RootInUse(f"{by}: give this run a root of its own, or end that process")
+            raise RootInUse(
+                f"{by}: give this run a root of its own, or end that process; or, if this root is "
+                f"a copy of the one that it writes to, run `checknrun unlock {self._root}`"
+            )
         left = latest.seconds - max(standing.age or 0.0, 0.0)
         raise RootInUse(
             f"{by}, and whose claim lasts for another {left:.0f} s: give this run a root of its "

@@ -269,6 +269,45 @@ class TestKeeping:
         assert len(root.names()) == 3
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("ls", "show", "verify", "cat {} --table t --rows 1", "compact", "publish {} out"),
+        *("export {} out", "prune {} --keep 1", "unlock", "repair", "report {} --out x.html"),
+    ],
+)
+def test_what_is_in_place_of_the_root_is_told(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    """Tell a typo, and what was meant perhaps."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run-17").mkdir()
+    command, *others = arguments.replace("{}", "run-71").split()
+    result = console.run(command, *(others or ["run-71"]))
+    assert (result.code, result.out) == (2, "")
+    assert f"{tmp_path}/run-71 does not exist (beside it: run-17)" in result.err
+    (tmp_path / "run-71").write_text("x")
+    result = console.run(command, *(others or ["run-71"]))
+    assert result.code
+    assert f"{tmp_path}/run-71" in result.out + result.err
+
+
+def test_a_file_in_place_of_the_root(tmp_path: Path, console: Console) -> None:
+    (tmp_path / "run").write_text("x")
+    result = console.run("prune", tmp_path / "run", "--keep", 1)
+    assert f"{tmp_path}/run is a file, where a folder should be" in result.err
+
+
+def test_newer_ones_that_are_passed_over_are_told(
+    tmp_path: Path, console: Console, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Export the newest that is whole, and say that it is not the newest."""
+    _, second, third = chain_of_three(Folder(tmp_path / "run"))
+    (tmp_path / "run" / third.id / "manifest.json").write_bytes(b"")
+    assert console.json("export", tmp_path / "run", tmp_path / "out")["id"] == second.id
+    assert f"passed over: {third.id}: " in caplog.text
+
+
 def test_compact_makes_one_full_checkpoint(root: Folder, console: Console) -> None:
     *_, third = chain_of_three(root)
     found = console.json("compact", root)["compacted"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import string
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -17,6 +19,7 @@ import typer
 from msgspec.structs import replace
 from typer.core import TyperCommand
 
+from tests.crash import hanging
 from tests.examples import some_of
 from tests.unit.chains import chain_of_three, new_root, put_manifest
 from tests.unit.console import Console
@@ -76,6 +79,33 @@ def test_no_password_reaches_the_terminal(
         assert result.code == 2
         assert "http://***@127.0.0.1:9/run" in result.err
         assert "secret" not in result.out + result.err + caplog.text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("ls", "show", "verify", "diff {} a b", "cat {} --table t --rows 1", "compact"),
+        *("publish {} out", "export {} out", "prune {} --keep 1", "pin {} a", "unpin {} a"),
+        *("unlock {} --yes", "repair {} --yes", "adopt {} a --yes", "report {} --out out.html"),
+    ],
+)
+def test_storage_that_is_silent_is_given_up(
+    console: Console, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: str
+) -> None:
+    """Say so within minutes where a driver waits and tries again for half an hour."""
+    assert 60 < output._PATIENCE_SECONDS * 0.8 < 300
+    monkeypatch.setattr(hanging.HangingStore, "hangs", set(hanging.CALLS))
+    monkeypatch.setattr(hanging.HangingStore, "released", threading.Event())
+    monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "0.1")
+    monkeypatch.chdir(tmp_path)
+    command, _, others = arguments.replace("{}", "hanging://run").partition(" ")
+    try:
+        result = console.run(command, *(others or "hanging://run").split())
+    finally:
+        hanging.HangingStore.released.set()
+    assert (result.code, result.out) == (2, "")
+    assert re.search(r"hanging://run.*nothing was heard from the storage", result.err)
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["show"], ["verify"], ["prune", "--keep", "1"]])

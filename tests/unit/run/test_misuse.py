@@ -29,8 +29,9 @@ from torchrec_checknrun import (
     OneShot,
     PerRank,
     Quantization,
+    Retention,
 )
-from torchrec_checknrun.errors import RootInUse, UnsupportedState
+from torchrec_checknrun.errors import IncompatibleCheckpoint, RootInUse, UnsupportedState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -288,8 +289,6 @@ class TestMissingRoot:
         self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Start fresh, and delete no existing checkpoint."""
-        from torchrec_checknrun import Retention
-
         with checkpointer(tmp_path, job) as saver:
             train(job, saver)
             saver.save()
@@ -308,6 +307,47 @@ class TestMissingRoot:
             assert report is not None
             assert report.chain_length == 4
         assert before <= {path.name for path in tmp_path.glob("seq-*")}
+
+    def test_going_back_tells_what_becomes_of_the_newer_ones(
+        self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ids = []
+        with checkpointer(tmp_path, job) as saver:
+            for _ in range(2):
+                train(job, saver)
+                ids.append(saver.save().id)
+        with checkpointer(tmp_path, job) as saver:
+            saver.restore(ids[1])
+            saver.restore()
+            assert "newer" not in caplog.text
+            saver.restore(ids[0])
+        (text,) = (m for m in caplog.messages if "newer" in m)
+        assert f"newer than {ids[0]}" in text
+        assert "retention deletes" in text
+
+    @pytest.mark.parametrize("how", ["forgotten", "refused"])
+    def test_without_a_restore_nothing_older_is_deleted(
+        self, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture, how: str
+    ) -> None:
+        """Keep the newest chain of a run that nobody has asked for, and say so once."""
+        with checkpointer(tmp_path, job) as saver:
+            for _ in range(2):
+                train(job, saver)
+                head = saver.save().id
+        before = {path.name for path in tmp_path.glob("seq-*")}
+        assert "restored" not in caplog.text
+        other = make_job(seed=2)
+        with checkpointer(tmp_path, other, retention=Retention(keep=1)) as saver:
+            if how == "refused":
+                with pytest.raises(IncompatibleCheckpoint):
+                    saver.restore(map={"no such table": "t0"})
+            for _ in range(4):
+                train(other, saver)
+                saver.save()
+        assert before <= {path.name for path in tmp_path.glob("seq-*")}
+        (text,) = (m for m in caplog.messages if m.startswith("nothing was restored"))
+        assert f"holds checkpoints up to {head} (step 2)" in text
+        assert f"`checknrun pin {tmp_path} {head}`" in text
 
 
 def of_another_model() -> Job:

@@ -18,7 +18,9 @@ from torchrec_checknrun.store.folder import Folder
 CONTENT = bytes(range(256)) * 4
 
 
-@pytest.fixture(params=["path", "str", "file url", "spaces", "glob", "trailing slash", "memory"])
+@pytest.fixture(
+    params=["path", "str", "file url", "spaces", "glob", "colons", "trailing slash", "memory"]
+)
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
     if request.param == "memory":
         yield Folder("memory://tests/filesystem/run")
@@ -30,6 +32,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Folder]:
         "file url": f"file://{tmp_path}/run",
         "spaces": tmp_path / "my runs" / "a run",
         "glob": tmp_path / "run[1]*",
+        "colons": tmp_path / "lr::0.1" / "run",
         "trailing slash": f"{tmp_path}/run/",
     }
     yield Folder(urls[request.param])
@@ -220,6 +223,34 @@ def test_a_relative_path_stays_the_same_folder(
     assert folder.parent.names() == ["one"]
     assert folder.names() == ["a.json", "child"]
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["{}/lr::1/run", "file://{}/lr::1/run"])
+def test_two_colons_in_a_path_begin_no_chain(tmp_path: Path, url: str) -> None:
+    """Keep runs apart that fsspec would give one folder, the path before the colons."""
+    folder = Folder(url.format(tmp_path))
+    assert folder.url == Folder(folder.url).url == f"{tmp_path}/lr::1/run"
+    folder.create()
+    (folder / "child").create()
+    assert [*tmp_path.iterdir()] == [tmp_path / "lr::1"]
+
+
+@pytest.mark.parametrize("url", [Path("s3://bucket/run"), Path("memory://run"), "gs:/bucket"])
+def test_a_url_that_has_lost_a_slash_is_refused(url: Path | str) -> None:
+    """Refuse what would be a folder named ``s3:`` on this disk, in which nobody looks."""
+    with pytest.raises(ValueError, match=r"give the URL '(s3|memory|gs)://.*as a string"):
+        Folder(url)
+
+
+def test_a_place_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Know a folder again by any of its spellings, before and after it is made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    spellings = ["run", "./run/", f"{tmp_path}//run", f"file://{tmp_path}/a/../run", "link"]
+    assert {Folder(url).place for url in spellings} == {f"{tmp_path}/run"}
+    Folder("run").create()
+    assert {Folder(url).place for url in spellings} == {f"{tmp_path}/run"}
+    assert Folder("memory://run/").place == "memory://run"
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
