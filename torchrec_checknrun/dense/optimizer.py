@@ -63,7 +63,7 @@ from torchrec_checknrun.dense.tree import (
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
 from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.values.state import Tree, decode_state, tree_items
+from torchrec_checknrun.values.state import Tree, decode_state, is_sharded, tree_items
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,8 @@ class DenseOptimizer:
             for p in parameters
             if not p.sharded and p.key not in made
         }
-        tables = [p for p in parameters if not p.sharded and self._is_table(p.parameter)]
+        whole = [p for p in parameters if p.parameter.numel() and not is_sharded(p.parameter)]
+        tables = [p for p in whole if not p.sharded and self._is_table(p.parameter)]
         rows = {p.key: row_names(made[p.key], p.parameter) for p in tables if p.key in made}
         references = References(self._kept_elsewhere(found, parameters))
         of_nodes = {node.identity: held(node, references) for node in found}
@@ -180,9 +181,10 @@ class DenseOptimizer:
                 continue
             state = parameter.state
             if state is None and (rows or tree_items(of_key) or (strict and not was_late)):
-                names = own_rows.get(parameter.key, {}).items()
-                forms = {own: rows[fused] for own, fused in names if fused in rows}
-                same = self._saved_groups.is_of(parameter)
+                names = own_rows.get(parameter.key, {})
+                forms = {own: rows[fused] for own, fused in names.items() if fused in rows}
+                known = len(forms) == len(names)  # not of a table within modules around the model
+                same = known and self._saved_groups.is_of(parameter)
                 state = state_to_make(parameter, of_key, forms, same)
             wanted: Collection[Key] = rows if table in tables else tree_items(of_key)
             if wanted and state is not None and not strict:
