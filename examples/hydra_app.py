@@ -6,6 +6,7 @@ python examples/hydra_app.py checkpoint.root=/tmp/checkpoints checkpoint.every_s
 from importlib import import_module
 
 import hydra
+import torch.distributed as dist
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from small_model import batches, make_model, train_step
@@ -37,6 +38,7 @@ def main(cfg: DictConfig) -> None:
             train_step(model, optimizer, data)
             checkpointer.step()
     print("trained to step", checkpointer.steps)
+    dist.destroy_process_group()  # the next job of a multirun (-m) begins in this process
 
 
 if __name__ == "__main__":

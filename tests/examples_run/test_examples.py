@@ -213,6 +213,20 @@ class TestExtensions:
         assert is_sound(root)
         assert {path.name for path in tmp_path.iterdir()} == {"jobs.db", "hydra_app.log"}
 
+    def test_multirun(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Run jobs in one process, each from its own root; tell of a root that they share."""
+        options = ("-m", "checkpoint.bits=8,4", "checkpoint.at_end=true", "hydra.sweep.dir=sweep")
+        for _ in range(2):  # the second sweep goes on, each job from its own
+            hydra_app(monkeypatch, *options, f"checkpoint.root={tmp_path}/${{hydra:job.num}}")
+        for job in "01":
+            assert kinds(tmp_path / job) == ["full", "differential"]
+        told = "jobs 0 and 1 of this multirun have one root"
+        assert told not in capsys.readouterr().out
+        hydra_app(monkeypatch, *options, f"checkpoint.root={tmp_path}/both")
+        assert capsys.readouterr().out.count(f"{told}, {tmp_path}/both") == 1
+
     def test_a_name_that_is_wrong(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         policy = "checkpoint.policy={_target_: custom_policy.Bugdet}"
         with pytest.raises(InstantiationException, match="Bugdet"):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from torchrec_checknrun.hydra_config.config import (
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
+_jobs: dict[tuple[str, str], int] = {}
+"""By directory of a multirun and root, the first job of this process that had the root."""
+
 
 def make_check_n_run(
     *,
@@ -63,6 +68,7 @@ def make_check_n_run(
 
     _refuse_unknown(values, CheckNRunConfig, "check_n_run")
     config = CheckNRunConfig(root=root, **values)
+    _tell_of_shared_root(config.root)
     return package.Checkpointer(
         config.root,
         model=model,
@@ -86,6 +92,26 @@ def make_check_n_run(
         compact_after=_compact_after(config),
         publish=_publish(config),
     )
+
+
+def _tell_of_shared_root(root: str) -> None:
+    """Warn of a root that an earlier job of the same multirun had: this one goes on from its
+    checkpoints, in place of a start of its own.
+    """
+    from torchrec_checknrun.store.retry import masked
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return
+    job = HydraConfig.get().job.num
+    first = _jobs.setdefault((HydraConfig.get().sweep.dir, root), job)
+    if first != job:
+        logger.warning(
+            "jobs %s and %s of this multirun have one root, %s: this job goes on from the other's "
+            "checkpoints. Give each its own, as by checkpoint.root='/checkpoints/${hydra:job.num}'",
+            first,
+            job,
+            masked(root),
+        )
 
 
 def _survive(config: CheckNRunConfig) -> Images | HostCopies | None:

@@ -127,6 +127,7 @@ class Publisher:
         self._quantization = wanted.quantization
         self._lineage = Lineage()
         self._writer = RootWriter(root, self._lineage, Retention(wanted.keep))
+        self._writer.settled = True  # no run goes on from publications
         self._claim = RootClaim(root, ranks, self._writer)
         self._to = Destination(root, ParentContent(options.dense))
         self._interval = wanted.every_seconds

@@ -128,6 +128,11 @@ def _add(
     held, problems = newest(into, answers=True)
     if held is None and problems:
         raise IncompatibleCheckpoint(f"{into} can't be added to: {'; '.join(problems)}")
+    if held is not None and held.head.id in {m.id for m in chain.manifests}:
+        raise IncompatibleCheckpoint(
+            f"{into} holds the run's own checkpoints, which --keep would delete: publish to a "
+            "folder of its own"
+        )
     copies = _copies(chain, held)
     _check_target(into, held, copies, bits)
     missing = [place for place, m in enumerate(chain.manifests) if m.id not in copies]

@@ -1,4 +1,4 @@
-"""Publications of a run with images: rows that come back from memory carry no mark."""
+"""Publications of a run that is started again, from images and from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.run.jobs import checkpointer, make_job, train
 from tests.unit.run.lives import Lives, by_images
 from torchrec_checknrun import Publish
 
@@ -28,3 +29,19 @@ def test_after_images_the_next_one_is_a_base(tmp_path: Path, lives: Lives) -> No
     report = saver.publish()
     assert report is not None
     assert (report.kind, report.step) == ("full", 2)
+
+
+def test_of_earlier_publications_nothing_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keep old publications by their own rule alone: no run goes on from them."""
+    for _ in range(3):
+        job = make_job()
+        rule = Publish(tmp_path / "serve", every_seconds=1e6, keep=1)
+        with checkpointer(tmp_path / "run", job, publish=rule) as saver:
+            saver.restore()
+            train(job, saver)
+            saver.save()
+            saver.publish()
+    assert "nothing was restored" not in caplog.text
+    assert len([*(tmp_path / "serve").glob("*/manifest.json")]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,17 @@ def test_targets_that_are_refused(roots: tuple[Path, Path], tmp_path: Path) -> N
     assert len(list(roots[1].glob("*/manifest.json"))) == 3
     for each in (job, other):
         each.saver.close()
+
+
+def test_the_run_s_own_root_is_no_target(roots: tuple[Path, Path], tmp_path: Path) -> None:
+    """Delete no checkpoint of a run whose root, a link to it, or a copy is given as the target."""
+    trained(roots[0], policy=Full()).saver.close()
+    (tmp_path / "link").symlink_to(roots[0])
+    shutil.copytree(roots[0], roots[1])
+    for target in (roots[0], tmp_path / "link", roots[1]):
+        with pytest.raises(IncompatibleCheckpoint, match="holds the run's own checkpoints"):
+            publish(roots[0], target, keep=1)
+        assert len(list(target.glob("*/manifest.json"))) == 3
 
 
 def test_ended_in_the_middle(roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
