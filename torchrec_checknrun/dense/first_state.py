@@ -18,14 +18,24 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_checknrun.dense.tree import (
     HOOKS,
     Key,
+    Parameter,
     Parameters,
     inner_optimizers,
+    is_optimizer,
     nodes,
     own_parameters,
     parameters_of,
 )
+from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.placements import laid_out_as, zeros_placed_as
-from torchrec_checknrun.values.state import TORCH_DTYPES, Tree, tree_items, tree_values
+from torchrec_checknrun.values.state import (
+    TORCH_DTYPES,
+    Tree,
+    empty_state,
+    tree_items,
+    tree_values,
+)
 
 _DEVICE_STEP = ("capturable", "fused")
 """Options that place an optimizer's step counter on the parameter's device, not on the CPU."""
@@ -113,7 +123,7 @@ class _Copied:
         }
 
     def __call__(self, value: Any) -> Any:
-        if isinstance(value, Optimizer):
+        if is_optimizer(value):
             return _Still(self._groups)
         if id(value) in self._parameters:
             raise TypeError("an optimizer's own parameter")
@@ -155,6 +165,73 @@ def _zeros(value: Any, device: torch.device, on_device: bool) -> Any:
         return torch.zeros_like(tensor, device=device if on_device or tensor.is_meta else None)
 
     return 0 if type(value) is int else tree_map_only(torch.Tensor, zeros, value)
+
+
+def state_to_make(
+    parameter: Parameter, saved: Tree | None, rows: RowForms, same: bool
+) -> dict[str, Any] | None:
+    """Return the state, all zeros, to restore into where a parameter has none; None if unknown.
+
+    That is what a first step makes. Of the same optimizer it has the saved state's form: the first
+    step may not make it all (Lookahead), or need what only training has (a mode, a closure). If the
+    checkpoint lacks state that was not merely late, it is made as well, so that the later
+    comparison of both reports the difference.
+
+    Args:
+        saved: the state's stored tree.
+        rows: the states that are stored with a table's rows, by the optimizer's own names.
+        same: whether the optimizer is the one that has saved.
+    """
+    made = first_state(parameter.optimizer, parameter.group, parameter.parameter)
+    if not (rows or tree_items(saved)):
+        return made
+    if same or (made is None and saved is not None):
+        return _as_saved(parameter.parameter, made or {}, saved, rows)
+    return made
+
+
+def first_state_of_own_form(parameter: Parameter, owner: Optimizer, path: str) -> dict[str, Any]:
+    """Return the state that a user's own ``load_state_dict`` is about to load.
+
+    TorchRec would refuse to load missing state, but only once the tables are restored.
+
+    Args:
+        owner: the outermost optimizer.
+        path: its name in errors.
+
+    Raises:
+        IncompatibleCheckpoint: the state can't be made; names the parameter.
+    """
+    made = first_state(parameter.optimizer, parameter.group, parameter.parameter)
+    if made is None:
+        raise IncompatibleCheckpoint(
+            f"{path}: {type(owner).__name__}.state_dict has a form of its own, and state "
+            f"of {parameter.name} is still to be made by {type(parameter.optimizer).__name__}: "
+            "make it before the restore (init_state() of a KeyedOptimizer), or let state_dict "
+            "return TorchRec's form with further keys beside 'state'"
+        )
+    return made
+
+
+def _as_saved(
+    parameter: torch.Tensor, made: Mapping[str, Any], saved: Tree | None, rows: RowForms
+) -> dict[str, Any]:
+    """Return a parameter's state in the saved form: what the first step makes where that has it."""
+    form = empty_state(saved) if saved else {}
+    for name, (dtype, rowwise) in rows.items():
+        shape = (parameter.shape[0], 1) if rowwise else parameter.shape
+        form[name] = torch.zeros(shape, dtype=dtype, device="cpu")
+    placed = placed_with(parameter, form)
+    return {
+        name: made[name] if name in made and _is_alike(made[name], value) else value
+        for name, value in placed.items()
+    }
+
+
+def _is_alike(made: object, saved: object) -> bool:
+    if isinstance(made, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return made.shape == saved.shape
+    return not isinstance(made, torch.Tensor) and not isinstance(saved, torch.Tensor)
 
 
 def placed_with(parameter: torch.Tensor, value: Any) -> Any:
@@ -210,6 +287,8 @@ class LateStates:
         for parameter in missing:
             if parameter.key in saved:
                 made = first_state(parameter.optimizer, parameter.group, parameter.parameter)
+                if made is None:
+                    made = {str(name): _blank(node) for name, node in saved[parameter.key].items()}
                 if made:
                     parameter.optimizer.state[parameter.parameter] = made
                     self._made.append((parameter.optimizer.state, parameter.parameter))

@@ -7,7 +7,7 @@ keeps state of its own beside the inner one's, and torch's state dict shows only
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.tree import hidden_optimizers
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.values.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class NestedOptimizer:
         return content
 
     def fit(
-        self, tree: Tree, path: str, tables: Mapping[str, Collection[str] | None], strict: bool
+        self, tree: Tree, path: str, tables: Mapping[str, RowForms | None], strict: bool
     ) -> dict[str, Any]:
         """Make the live state match a checkpoint's, see ``DenseStates.fit``.
 

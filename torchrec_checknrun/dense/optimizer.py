@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.dense.checks import check_groups, check_wrappers
-from torchrec_checknrun.dense.first_state import first_state, placed_with
-from torchrec_checknrun.dense.optimizers import row_states
+from torchrec_checknrun.dense.first_state import first_state_of_own_form, state_to_make
+from torchrec_checknrun.dense.optimizers import row_names, row_states
 from torchrec_checknrun.dense.param_groups import (
     GROUPS,
     OWNERS,
@@ -61,9 +61,9 @@ from torchrec_checknrun.dense.tree import (
     shown,
 )
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
-from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.values.state import Tree, decode_state, empty_state, tree_items
+from torchrec_checknrun.values.state import Tree, decode_state, is_sharded, tree_items
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,9 @@ _FORM = "own_form"
 """Key of the result of a user's own ``state_dict`` in a form of its own."""
 _SHARED = "shared"
 """Key of the places of tensors that are the state of several parameters."""
-_BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS, _SHARED)
+_ROWS = "rows"
+"""Key of the names of data-parallel tables' states that are stored with rows, with fused names."""
+_BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS, _SHARED, _ROWS)
 """Keys beside ``state`` with no tensor to restore in place."""
 
 
@@ -138,14 +140,17 @@ class DenseOptimizer:
             for p in parameters
             if not p.sharded and p.key not in made
         }
+        whole = [p for p in parameters if p.parameter.numel() and not is_sharded(p.parameter)]
+        tables = [p for p in whole if not p.sharded and self._is_table(p.parameter)]
+        rows = {p.key: row_names(made[p.key], p.parameter) for p in tables if p.key in made}
         references = References(self._kept_elsewhere(found, parameters))
         of_nodes = {node.identity: held(node, references) for node in found}
         wrappers = {identity: of_node for identity, of_node in of_nodes.items() if of_node}
-        beside = {WRAPPERS: wrappers, _LATE: late, _SHARED: shared(parameters)}
+        beside = {WRAPPERS: wrappers, _LATE: late, _SHARED: shared(parameters), _ROWS: rows}
         return {**content, **{name: value for name, value in beside.items() if value}}
 
     def fit(
-        self, tree: Tree, path: str, tables: Mapping[str, Collection[str] | None], strict: bool
+        self, tree: Tree, path: str, tables: Mapping[str, RowForms | None], strict: bool
     ) -> dict[str, Any]:
         """Make the live state match a checkpoint's, see ``DenseStates.fit``.
 
@@ -157,7 +162,10 @@ class DenseOptimizer:
         self._saved_groups = SavedGroups(stored)
         self._parameters.numbered = self._saved_groups.numbered
         saved = tree_items(stored.get("state"))
-        late = {k: decode_state(v, b"") for k, v in tree_items(stored.get(_LATE)).items()}
+        late, own_rows = (
+            {k: decode_state(v, b"") for k, v in tree_items(stored.get(part)).items()}
+            for part in (_LATE, _ROWS)
+        )
         for parameter in self._parameters:
             if parameter.sharded:
                 continue
@@ -165,16 +173,28 @@ class DenseOptimizer:
             of_key = saved.get(parameter.key)
             was_late = late.get(parameter.key) == type(parameter.optimizer).__name__
             if _FORM in stored and of_key is None and not was_late:
-                self._make_for_own_form(parameter, path)
+                if parameter.state is None:
+                    self._set(parameter, first_state_of_own_form(parameter, self._state, path))
                 continue
-            wanted = tables[table] if table in tables else tree_items(of_key).keys()
-            if wanted is None:
+            rows = tables.get(table, {})
+            if rows is None:
                 continue
-            if wanted and not strict:
-                self._compare(parameter, set(map(str, wanted)), by_rows=table in tables)
-            if parameter.key not in self._kept:
-                has_state = bool(wanted or tree_items(of_key))
-                self._fit_parameter(parameter, of_key, has_state, was_late, strict)
+            state = parameter.state
+            if state is None and (rows or tree_items(of_key) or (strict and not was_late)):
+                names = own_rows.get(parameter.key, {})
+                forms = {own: rows[fused] for own, fused in names.items() if fused in rows}
+                known = len(forms) == len(names)  # not of a table within modules around the model
+                same = known and self._saved_groups.is_of(parameter)
+                state = state_to_make(parameter, of_key, forms, same)
+            wanted: Collection[Key] = rows if table in tables else tree_items(of_key)
+            if wanted and state is not None and not strict:
+                self._compare(parameter, state, set(map(str, wanted)), by_rows=table in tables)
+            if parameter.key in self._kept:
+                continue
+            if parameter.state is None:
+                self._set(parameter, state)
+            elif was_late and not (wanted or tree_items(of_key)):
+                self._set(parameter, None)
         found = nodes(self._state)
         groups = self._groups(found, list(self._parameters.of(found)))
         self._changed |= check_groups(self._saved_groups, groups, path, strict, tables)
@@ -257,53 +277,14 @@ class DenseOptimizer:
         self._before = []
         self._changed, self._kept, self._of_none = set(), set(), set()
 
-    def _fit_parameter(
-        self, parameter: Parameter, saved: Tree | None, wanted: bool, was_late: bool, strict: bool
+    def _compare(
+        self, parameter: Parameter, own: dict[str, Any], saved: set[str], by_rows: bool
     ) -> None:
-        """Make a parameter's state, or remove it.
-
-        If the checkpoint lacks state that was not merely late, the state is made as well, so that
-        the later comparison of both reports the difference.
-        """
-        if parameter.state is None and (wanted or (strict and not was_late)):
-            made = _first_state(parameter)
-            if made is None and wanted and saved is not None:
-                made = placed_with(parameter.parameter, empty_state(saved))
-            if made:
-                self._set(parameter, made)
-        elif parameter.state is not None and was_late and not wanted:
-            self._set(parameter, None)
-
-    def _make_for_own_form(self, parameter: Parameter, path: str) -> None:
-        """Make the state that a user's own ``load_state_dict`` is about to load.
-
-        TorchRec would refuse to load missing state, but only once the tables are restored.
-
-        Raises:
-            IncompatibleCheckpoint: the state can't be made; names the parameter.
-        """
-        if parameter.state is not None:
-            return
-        made = _first_state(parameter)
-        if made is None:
-            raise IncompatibleCheckpoint(
-                f"{path}: {type(self._state).__name__}.state_dict has a form of its own, and state "
-                f"of {parameter.name} is still to be made by {type(parameter.optimizer).__name__}: "
-                "make it before the restore (init_state() of a KeyedOptimizer), or let state_dict "
-                "return TorchRec's form with further keys beside 'state'"
-            )
-        if made:
-            self._set(parameter, made)
-
-    def _compare(self, parameter: Parameter, saved: set[str], by_rows: bool) -> None:
         """Note whether a parameter's saved state is of another kind of optimizer.
 
         If so its group keeps the live options, and the parameter keeps its live state if the two
         kinds have no state in common.
         """
-        own = parameter.state if parameter.state is not None else _first_state(parameter)
-        if own is None:
-            return
         names = set(row_states(own, parameter.parameter) if by_rows else own)
         if names != saved:
             self._changed.add(parameter.key)
@@ -311,6 +292,8 @@ class DenseOptimizer:
                 self._kept.add(parameter.key)
 
     def _set(self, parameter: Parameter, state: dict[str, Any] | None) -> None:
+        if not (state or parameter.state):
+            return
         mapping = parameter.optimizer.state
         self._before.append((mapping, parameter.parameter, parameter.state))
         if state is None:
@@ -347,7 +330,8 @@ class DenseOptimizer:
         left_out = {p.key for p in parameters if p.sharded}
         left_out |= stored_with_tables(listed, found, self._is_table)
         state = {k: v for k, v in {**state, **listed}.items() if k not in left_out}
-        return {**content, "state": state}
+        # One without content is made again by the first step that needs it.
+        return {**content, "state": {k: v for k, v in state.items() if v != {}}}
 
     def _own(self) -> dict[Key, tuple[Node, torch.Tensor]]:
         """Return the parameters that wrappers made for themselves, by key of their state."""
@@ -393,7 +377,3 @@ class DenseOptimizer:
         ]
         state = {keys.get(k, k): value for k, value in content["state"].items()}
         return {**content, "state": state, GROUPS: groups}
-
-
-def _first_state(parameter: Parameter) -> dict[str, Any] | None:
-    return first_state(parameter.optimizer, parameter.group, parameter.parameter)

@@ -7,7 +7,8 @@ dense optimizer keeps its state, under other names.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -26,6 +28,36 @@ from torchrec_checknrun.dense.tree import (
     inner_optimizers,
     names_table,
 )
+
+
+def is_known(state: object) -> TypeGuard[Optimizer]:
+    """Return whether a state object is an optimizer with torch's or TorchRec's state dict."""
+    if isinstance(state, (KeyedOptimizer, ZeroRedundancyOptimizer)):
+        return True
+    return isinstance(state, Optimizer) and type(state).state_dict is Optimizer.state_dict
+
+
+def handed_on(state: object) -> object:
+    """Return the optimizer inside a wrapper that gives that one's state dict as its own, as
+    accelerate's and Fabric's do; any other object itself.
+
+    That state dict leaves out TorchRec's rates, and needs state that a first step makes.
+    """
+    if isinstance(state, Optimizer) and not is_known(state):
+        for _, inner in inner_optimizers(state):
+            with suppress(Exception):  # a user's state_dict may raise anything; told of later
+                if _is_same(state.state_dict(), inner.state_dict()):
+                    return handed_on(inner)
+    return state
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether two state dicts have the same tensors and equal values."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
 
 
 def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
@@ -63,7 +95,7 @@ class DenseOptimizers:
 
 
 def left_to_others(states: Mapping[str, object]) -> dict[str, bool]:
-    """Describe TorchRec's optimizers inside state objects that are no optimizers themselves.
+    """Describe TorchRec's optimizers inside state objects that have state dicts of their own.
 
     Such an object stores an optimizer by TorchRec's state dict, which leaves out rates and what
     wrappers hold. Left out here are optimizers that are, or are part of, a state object as well,
@@ -72,7 +104,8 @@ def left_to_others(states: Mapping[str, object]) -> dict[str, bool]:
     Returns:
         By description, whether the state dict leaves out parameters' state as well; see ``_hides``.
     """
-    optimizers = {name: state for name, state in states.items() if isinstance(state, Optimizer)}
+    found = {name: handed_on(state) for name, state in states.items()}
+    optimizers = {name: state for name, state in found.items() if is_known(state)}
     kept = {id(node.optimizer) for state in optimizers.values() for node in all_nodes(state)}
     return {
         f"state {name!r} holds a {type(inner).__name__} in {place}": _hides(inner)
@@ -146,6 +179,29 @@ def unsaved_hooks(model: nn.Module, states: Iterable[object]) -> set[str]:
     }
 
 
+def unsaved_schedules(states: Iterable[object]) -> set[str]:
+    """Return the kinds of optimizers that a learning rate scheduler of torch's follows, unless a
+    state object is or holds a scheduler.
+    """
+    objects = tuple(states)
+    held = [value for state in objects for value in (state, *attributes(state).values())]
+    inside = [value for each in held for value in _items(each)]
+    if any(isinstance(value, LRScheduler) for value in (*held, *inside)):
+        return set()
+    return {
+        type(node.optimizer).__name__
+        for state in objects
+        for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
+        if hasattr(getattr(node.optimizer, "step", None), "_wrapped_by_lr_sched")
+    }
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
+
+
 def _loses(optimizer: KeyedOptimizer, kept: Collection[int]) -> bool:
     """Return whether a part of an optimizer that has rates or counters is not kept."""
     return any(
@@ -205,16 +261,21 @@ def row_states(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torc
         Views by name: ``(rows, dim)`` or, for row-wise state, ``(rows,)``. Counters and the like
         are left out; they stay in the optimizer's state dict.
     """
+    found = {fused: state[own].detach() for own, fused in row_names(state, weight).items()}
+    return {n: v if v.shape == weight.shape else v[:, 0] for n, v in found.items()}
+
+
+def row_names(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, str]:
+    """Return the names of the row-by-row part of a table's dense optimizer state, each with its
+    fused name.
+    """
     fused_names = _fused_names(state)
-    found: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.shape == weight.shape:
-            found[fused_names.get(name, name)] = value.detach()
-        elif value.shape == (weight.shape[0], 1):
-            found[fused_names.get(name, name)] = value.detach()[:, 0]
-    return found
+    shapes = (weight.shape, (weight.shape[0], 1))
+    return {
+        name: fused_names.get(name, name)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape in shapes
+    }
 
 
 def _fused_names(state: Collection[str]) -> dict[str, str]:

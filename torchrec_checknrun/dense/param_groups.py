@@ -6,6 +6,7 @@ as torch stores them, but by parameter names; those of fused optimizers are save
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
-from torchrec_checknrun.dense.tree import Key, Node
+from torchrec_checknrun.dense.tree import Key, Node, Parameter, is_torchs
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.values.state import (
     Tree,
@@ -32,6 +33,8 @@ _WRAPPERS = (CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper)
 """TorchRec's optimizers that show the groups of those inside."""
 _OF_GROUP = ("params", "param_names")
 """Keys of a group's dict that list its parameters; all other keys are options."""
+_ON_OR_OFF = frozenset({"v", "f"})
+"""Keys of the trees of options that are numbers, switches, text or None."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """Types of most options, which can be stored."""
 
@@ -151,6 +154,22 @@ class SavedGroups:
         Empty if the checkpoint has no groups.
         """
         return set(keys).difference(*self._keys) if self._groups else set()
+
+    def is_of(self, parameter: Parameter) -> bool:
+        """Return whether a parameter was in a group of an optimizer of the same class.
+
+        torch's own make state by their options: those that are on must have been on, too.
+        """
+        kind, key, group = type(parameter.optimizer), parameter.key, parameter.group
+        for keys, owner, saved in zip(self._keys, self._owners, self._groups, strict=True):
+            if key in keys and owner.rpartition(".")[2].partition("#")[0] == kind.__name__:
+                own = [n for n in inspect.signature(kind).parameters if n in saved and n in group]
+                return not is_torchs(kind) or all(
+                    bool(decode_state(saved[name], b"")) == bool(group[name])
+                    for name in own
+                    if name != "lr" and saved[name].keys() <= _ON_OR_OFF
+                )
+        return False
 
     def match(self, group: Group) -> list[int]:
         """Return the positions of the saved groups that hold a live group's parameters.

@@ -334,7 +334,8 @@ def _same_dicts(optimizer: Optimizer) -> Iterator[None]:
         if content is not loaded:
             content.clear()
             content.update(loaded)
-    optimizer.param_groups = groups
+    if optimizer.param_groups is not groups:  # a property may show those of the one inside
+        optimizer.param_groups = groups
     if optimizer.state is state:
         return
     found = dict(optimizer.state)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -240,6 +240,11 @@ def names_table(key: object, tables: Collection[str]) -> bool:
     return False
 
 
+def is_torchs(kind: type) -> bool:
+    """Return whether a class is torch's or TorchRec's own."""
+    return kind.__module__.partition(".")[0] in ("torch", "torchrec")
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Return whether an optimizer updates only tables inside kernels."""
     if isinstance(optimizer, CombinedOptimizer):
@@ -346,10 +351,21 @@ def _identities(items: Mapping[Any, Any]) -> dict[int | str, int]:
     return {key if isinstance(key, str) else id(key): id(item) for key, item in items.items()}
 
 
+def is_optimizer(value: Any) -> TypeGuard[Optimizer]:
+    """Return whether a value is an optimizer, or has the interface of one, as some libraries'
+    wrappers that are not of torch's class.
+    """
+    return isinstance(value, Optimizer) or (
+        callable(getattr(type(value), "step", None))
+        and isinstance(getattr(value, "param_groups", None), list)
+        and isinstance(getattr(value, "state", None), Mapping)
+    )
+
+
 def _optimizers_in(value: object, name: str, depth: int = 0) -> Iterator[tuple[str, Optimizer]]:
     if type(value) in _PLAIN:  # most attributes; a look at an abstract class takes longer
         return
-    if isinstance(value, Optimizer):
+    if is_optimizer(value):
         yield name, value
     elif depth < _DEEPEST and isinstance(value, Mapping):
         for key, item in value.items():

@@ -25,7 +25,14 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.live_values import LIVE, pack, put, same, why_not
 from torchrec_checknrun.dense.references import References
-from torchrec_checknrun.dense.tree import HOOKS, Node, attributes, own_parameters, parameters_of
+from torchrec_checknrun.dense.tree import (
+    HOOKS,
+    Node,
+    attributes,
+    is_torchs,
+    own_parameters,
+    parameters_of,
+)
 from torchrec_checknrun.values.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)
@@ -37,7 +44,7 @@ _PARAMETERS = "parameters"
 _ELSEWHERE = frozenset({"params", "state", "param_groups", "defaults", "step", "_optims"})
 """Attributes that are stored elsewhere, or are no state."""
 _OF_STEPS = frozenset({"_opt_called"})
-"""The only attribute stored of an optimizer that keeps parameters' state, which holds the rest."""
+"""The only attribute stored of torch's optimizers, whose parameters' state holds the rest."""
 _OF_PROCESS = re.compile(r"(^|_)(rank|world)(_|$)")
 """Names of attributes that, as whole numbers, describe the process rather than the run."""
 _PLACES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -206,7 +213,7 @@ def _own(node: Node) -> dict[str, torch.Tensor]:
 
 
 def _is_state(node: Node, name: str) -> bool:
-    if node.steps and not node.wraps:
+    if node.steps and not node.wraps and is_torchs(type(node.optimizer)):
         return name in _OF_STEPS
     return not (name in _ELSEWHERE or HOOKS.search(name))
 
@@ -251,7 +258,7 @@ def _warn_kept(optimizer: Optimizer, name: str, why: str) -> None:
 def _warn(optimizer: Optimizer, name: str, what: str, remedy: str) -> None:
     """Warn once of an attribute of a user's wrapper."""
     kind = type(optimizer)
-    if kind.__module__.partition(".")[0] in ("torch", "torchrec") or (kind, name, what) in _warned:
+    if is_torchs(kind) or (kind, name, what) in _warned:
         return
     _warned.add((kind, name, what))
     logger.warning("%s.%s: %s", kind.__name__, what, remedy)

@@ -55,6 +55,10 @@ _ERROR_SAMPLE_ROWS = 1024
 """The most rows of a chunk on which the error is measured."""
 
 
+RowForms = dict[str, tuple[torch.dtype, bool]]
+"""A table's optimizer states by name, each with its type and whether it is one value a row."""
+
+
 @dataclass(frozen=True)
 class RowsHeader:
     """A chunk's index entry, checked.
@@ -84,7 +88,7 @@ class RowsHeader:
     codec: Codec
     parameters: Parameters
     exceptions: int
-    optimizer: dict[str, tuple[torch.dtype, bool]]
+    optimizer: RowForms
     state_encodings: dict[str, Parameters]
     sections: tuple[IdsSection | Section, ...]
     decoded_bytes: int

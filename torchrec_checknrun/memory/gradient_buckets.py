@@ -2,9 +2,10 @@
 
 DistributedDataParallel lays its parameters out in buckets anew after its first backward pass, by
 the order in which gradients came. Of more than two ranks, gloo sums an element in an order that
-depends on its place in the bucket. So the first step after a restart, in the first layout, would
-differ in the last bits from the same step of a run that has gone on. Where images are kept the
-layout is settled before the first step, in the parameters' own order.
+depends on its place in the bucket; and vector units sum up a parameter's gradient (for a norm, say)
+in an order that depends on where it lies. So the first step after a restart, in the first layout,
+would differ in the last bits from the same step of a run that has gone on. Where images are kept
+the layout is settled before the first step, in the parameters' own order.
 """
 
 from __future__ import annotations

@@ -13,20 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim import Optimizer
-from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.dense.first_state import LateStates
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
+from torchrec_checknrun.dense.optimizers import handed_on, is_known
 from torchrec_checknrun.dense.references import tensors_of
 from torchrec_checknrun.dense.state_dicts import lay_out
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.model.dense_model import DensePart
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.values.state import Tree
@@ -54,9 +53,10 @@ class DenseStates:
         self._known_names = names
         self._model = model
         self._tracked = tracked
-        self._states = {n: s for n, s in states.items() if _is_known(s)}
+        found = {name: handed_on(state) for name, state in states.items()}
+        self._states = {n: s for n, s in found.items() if is_known(s)}
         self._objects = list(states.values())
-        self._holders: dict[str, Any] = {n: s for n, s in states.items() if not _is_known(s)}
+        self._holders: dict[str, Any] = {n: s for n, s in found.items() if not is_known(s)}
         self._fitted: dict[str, NestedOptimizer] = {}
         self._late: list[LateStates] = []
         self._loading: list[object] = []
@@ -95,7 +95,7 @@ class DenseStates:
     def fit(
         self,
         trees: Mapping[str, Tree],
-        tables: Mapping[str, Collection[str] | None],
+        tables: Mapping[str, RowForms | None],
         strict: bool,
         resized: bool = False,
     ) -> dict[str, Any]:
@@ -103,8 +103,8 @@ class DenseStates:
 
         Args:
             trees: the stored trees, by name.
-            tables: by each of the model's tables, the names of the optimizer state stored with
-                its rows; None for a table that isn't restored.
+            tables: by each of the model's tables, the optimizer state stored with its rows; None
+                for a table that isn't restored.
             strict: whether the optimizers must be the saved ones.
             resized: the checkpoint was saved by another number of ranks.
 
@@ -178,7 +178,7 @@ class DenseStates:
             elsewhere=elsewhere,
             resized=resized,
         )
-        return {name: NestedOptimizer(self._states[name], _is_known, dense) for name in which}
+        return {name: NestedOptimizer(self._states[name], is_known, dense) for name in which}
 
     def _elsewhere(self) -> Iterator[object]:
         """Yield all objects that are stored with the model or as other state objects."""
@@ -226,10 +226,3 @@ def stored_optimizers(
         SaveFailed: names the optimizer whose state can't be read.
     """
     return DenseStates(model, states, tracked, lambda: part.names).stored()
-
-
-def _is_known(state: object) -> TypeGuard[Optimizer]:
-    """Return whether a state object is an optimizer with torch's or TorchRec's state dict."""
-    if isinstance(state, (KeyedOptimizer, ZeroRedundancyOptimizer)):
-        return True
-    return isinstance(state, Optimizer) and type(state).state_dict is Optimizer.state_dict

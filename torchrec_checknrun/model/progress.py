@@ -168,7 +168,7 @@ def _dense_groups(
     for optimizer in kernel.optimizers:
         for stepped in tables.of(optimizer):
             group = optimizer.param_groups[stepped.group]
-            if stepped.table not in found and "lr" in group:  # a wrapper's may have no rate
+            if stepped.table not in found and group.get("lr") is not None:
                 found.add(stepped.table)
                 state = optimizer.state.get(stepped.parameter, {})
                 yield kernel.shards[stepped.table], state, group

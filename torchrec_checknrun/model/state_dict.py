@@ -198,6 +198,7 @@ class _Walk:
             ):
                 if not (
                     item.layout is torch.strided
+                    and (kind is torch.Tensor or is_dense(item))
                     and item.untyped_storage().data_ptr() in memory
                     and item.numel()
                 ):

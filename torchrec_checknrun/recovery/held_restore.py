@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.memory.generators import set_generators
 from torchrec_checknrun.memory.held_states import HeldStates, local_parts, replicas
 from torchrec_checknrun.memory.model_content import part_name
@@ -60,8 +61,11 @@ class HeldRestore:
         )
         owners = Owners({}, self.optimizers, objects=StateObjects(others), model=target.model)
         self._states = StateRestore(saved, live, {}, Fit(), owners)
-        rows = {table: set(tensors) - {"weight"} for table, tensors in held.tables.items()}
-        self._states.fit_optimizers({table: rows.get(table, set()) for table in tracked.tables})
+        rows: dict[str, RowForms] = {
+            table: {n: (t.dtype, t.dim() == 1) for n, t in tensors.items() if n != "weight"}
+            for table, tensors in held.tables.items()
+        }
+        self._states.fit_optimizers({table: rows.get(table, {}) for table in tracked.tables})
         tracked.flush()
         stored, self._blocks = local_parts(live, tracked, self.optimizers)
         list(self._states.plan(stored, frozenset(), frozenset()))

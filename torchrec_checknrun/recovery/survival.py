@@ -146,7 +146,7 @@ class Survival:
         if image is None or not self._is_first:
             return None
         self._is_first = False
-        self._settle_buckets()
+        settle_buckets(self._options.model)
         found = self._ranks.on_all_ranks(image.look)
         decision, chain, passed_over = self._ranks.from_rank_0(lambda: self._decide(found))
         if decision.step is None:
@@ -254,7 +254,7 @@ class Survival:
         if image is None:
             return
         if is_first:
-            self._settle_buckets()
+            settle_buckets(self._options.model)
             if step > 0 and self._ranks.world_size > 2:
                 self._saver.log(
                     "training began before restore() was called: after a restart gradients may be "
@@ -322,10 +322,6 @@ class Survival:
             self._host.close(over)
         if self._peers is not None and over:
             self._peers.folder.remove()
-
-    def _settle_buckets(self) -> None:
-        if self._ranks.world_size > 2:  # of two, any order has one sum
-            settle_buckets(self._options.model)
 
     def _decide(self, found: list[Found]) -> tuple[Decision, Chain | None, list[str]]:
         gone = [image.missing is not None for image in found]

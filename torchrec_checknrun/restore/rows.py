@@ -16,7 +16,7 @@ import torch
 
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.format.row_chunk import RowForms, RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks
@@ -51,7 +51,8 @@ class RowRestore:
         keep: bytes of chunks to keep from ``build`` for ``load``, which doesn't read these again.
 
     Attributes:
-        states: names of the optimizer states stored with any rows, by the model's table.
+        states: optimizer states stored with any rows, each with its type and whether it is one
+            value a row, by name, by the model's table.
         converted: whether tables differ from the saved ones in more than the ranks that hold them.
         without_state: tables whose optimizer state is left out.
         skipped: descriptions of optimizer state on one side only.
@@ -72,7 +73,7 @@ class RowRestore:
             {chunk.key: chunk.header for chunk in chunks if isinstance(chunk.header, RowsHeader)}
             for chunks in content.chunks
         ]
-        self.states: dict[str, set[str]] = {into: set() for into in targets.values()}
+        self.states: dict[str, RowForms] = {into: {} for into in targets.values()}
         for headers in self._headers:
             for header in headers.values():
                 if header.table in targets:

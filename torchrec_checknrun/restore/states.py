@@ -21,6 +21,7 @@ from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import Path, decode_state_chunk
 from torchrec_checknrun.format.entries import StateEntry
+from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, write_whole
 from torchrec_checknrun.restore.blocks import SavedBlocks
@@ -132,12 +133,12 @@ class StateRestore:
         self._stored = StoredTables((), ())
         self.skipped: list[str] = []
 
-    def fit_optimizers(self, tables: Mapping[str, set[str] | None]) -> None:
+    def fit_optimizers(self, tables: Mapping[str, RowForms | None]) -> None:
         """Fit the dense optimizers' live state to the checkpoint; see ``DenseStates.fit``.
 
         Args:
-            tables: names of the optimizer states that are restored with rows, by the model's table;
-                None: no rows are restored.
+            tables: the optimizer states that are restored with rows, by the model's table; None: no
+                rows are restored.
 
         Raises:
             IncompatibleCheckpoint: an optimizer doesn't fit, or was saved by each of other ranks.

@@ -21,6 +21,7 @@ from torchrec_checknrun.dense.optimizers import (
     partitioned,
     tables_of_others,
     unsaved_hooks,
+    unsaved_schedules,
 )
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.tracked import TrackedModel, track
@@ -101,6 +102,7 @@ class Assembly:
             background = _background(options, target, ranks, background_ranks)
             _warn_of_optimizers(states)
             _warn_of_hooks(options.model, states)
+            _warn_of_schedules(states)
         except BaseException:
             if tracked is not None:
                 tracked.close()
@@ -269,6 +271,17 @@ def _warn_of_hooks(model: nn.Module, states: Mapping[str, Stateful]) -> None:
             "a communication hook of DistributedDataParallel keeps a %s that no checkpoint holds: "
             "a restored run begins with a new one. Give its values as a state object, in an object "
             'with the hook\'s state in an attribute: state={"hook": PerRank(…)}',
+            kind,
+        )
+
+
+def _warn_of_schedules(states: Mapping[str, Stateful]) -> None:
+    """Warn of learning rate schedulers whose position would be lost."""
+    for kind in sorted(unsaved_schedules(states.values())):
+        logger.warning(
+            "a learning rate scheduler follows the %s, and no state object is or holds one: unless "
+            "another one saves it, a restored run begins the schedule anew, and sets other rates. "
+            'Give it: state={"schedule": scheduler}',
             kind,
         )
 

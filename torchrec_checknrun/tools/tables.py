@@ -195,7 +195,7 @@ class TableReader:
         start, stop = min(p.row_start for p in places), max(p.row_stop for p in places)
         content = ChainContent(self._chain, self._within(start, stop))
         rows = RowRestore(content, {self.table: self.table}, Fit(), keep=0)  # the cache does
-        rows.states = {self.table: set(self.states)}  # of the table, not only of these chunks
+        rows.states = {self.table: dict(self.states)}  # of the table, not only of these chunks
         chunks = {chunk.key: chunk for part in content.chunks for chunk in part}
         keys = rows.plan(shards, None)
 

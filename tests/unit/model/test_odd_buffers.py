@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests.unit.tracked_model import Model, batch
@@ -119,3 +120,14 @@ def test_values_that_an_expanded_buffer_cannot_hold(tmp_path: Path) -> None:
     *_, saver = make(tmp_path, torch.zeros(1, 3).expand(3, 3), persistent=True)
     with saver, pytest.raises(ModelPartlyRestored, match=r"clone\(\) it in the model"):
         saver.restore()
+
+
+def test_a_state_without_memory_of_its_own_is_named(tmp_path: Path) -> None:
+    """Name state of a class that keeps its values in tensors inside, as torchao's optimizers do."""
+    _, model, optimizer, saver = make(tmp_path, torch.eye(4), persistent=True)
+    with saver:
+        train(model, optimizer, saver)
+        state = next(iter(optimizer.state.values()))
+        state["exp_avg"] = TwoTensor(state["exp_avg"], state["exp_avg"])
+        with pytest.raises(UnsupportedState, match=r"exp_avg is a .*TwoTensor"):
+            saver.save()

@@ -144,3 +144,18 @@ def test_the_loop_goes_on_as_if_nothing_had_happened(tmp_path: Path, dies_after:
         found = restoring.restore()
     assert found is not None
     assert other.step_number == found.step
+
+
+def test_gradients_lie_in_the_same_places_from_the_first_step_on(tmp_path: Path) -> None:
+    """Vector units sum the gradients of a parameter in an order that depends on their place."""
+    loop = Loop(0)
+    parameters = [p for g in (*loop.adam.param_groups, *loop.sgd.param_groups) for p in g["params"]]
+    places = []
+    with Checkpointer(tmp_path, model=loop.job.model, state=loop.states, survive=Images()) as saver:
+        saver.restore()
+        for _ in range(3):
+            loop.job.train()
+            places.append([p.grad.storage_offset() for p in parameters if p.grad is not None])
+            saver.step()
+    assert any(places[0])
+    assert places == [places[0]] * 3
