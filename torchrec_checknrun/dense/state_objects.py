@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -244,3 +244,12 @@ def _loads_plainly(module: nn.Module) -> bool:
         and not module._load_state_dict_pre_hooks
         and not extra
     )
+
+
+def keeps_all_to_itself(state: object) -> bool:
+    """Return whether a module keeps tensors, and none of them is in its state dict: a metric's."""
+    if not isinstance(state, nn.Module) or next(state.parameters(), None) is not None:
+        return False
+    held = (chain(vars(m).values(), m._buffers.values()) for m in state.modules())
+    keeps = any(isinstance(value, Tensor) for value in chain.from_iterable(held))
+    return keeps and not state.state_dict()

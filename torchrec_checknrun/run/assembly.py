@@ -23,6 +23,7 @@ from torchrec_checknrun.dense.optimizers import (
     unsaved_hooks,
     unsaved_schedules,
 )
+from torchrec_checknrun.dense.state_objects import keeps_all_to_itself
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.options.agreement import agreed
@@ -103,6 +104,7 @@ class Assembly:
             _warn_of_optimizers(states)
             _warn_of_hooks(options.model, states)
             _warn_of_schedules(states)
+            _warn_of_empty_states(states)
         except BaseException:
             if tracked is not None:
                 tracked.close()
@@ -284,6 +286,18 @@ def _warn_of_schedules(states: Mapping[str, Stateful]) -> None:
             'Give it: state={"schedule": scheduler}',
             kind,
         )
+
+
+def _warn_of_empty_states(states: Mapping[str, Stateful]) -> None:
+    """Warn of modules that show nothing of what they hold."""
+    for name, state in states.items():
+        if keeps_all_to_itself(state):
+            logger.warning(
+                "state %r holds tensors, but its state_dict() is empty: nothing of it is saved. "
+                "A metric of torchmetrics shows its state after metric.persistent(True), called "
+                "before the Checkpointer is made",
+                name,
+            )
 
 
 def _tables(tracked: TrackedModel) -> dict[str, str]:
