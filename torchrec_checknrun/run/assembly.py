@@ -15,8 +15,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.optimizers import (
+    handed_on,
+    is_known,
     left_to_others,
     partitioned,
     tables_of_others,
@@ -102,6 +105,7 @@ class Assembly:
             target = _target(options, tracked)
             background = _background(options, target, ranks, background_ranks)
             _warn_of_optimizers(states)
+            _warn_of_own_forms(tracked, states)
             _warn_of_hooks(options.model, states)
             _warn_of_schedules(states)
             _warn_of_empty_states(states)
@@ -264,6 +268,27 @@ def _warn_of_optimizers(states: Mapping[str, Stateful]) -> None:
             if hides
             else "",
         )
+
+
+def _warn_of_own_forms(tracked: TrackedModel, states: Mapping[str, Stateful]) -> None:
+    """Warn of optimizers whose rows of data-parallel tables' state would not be restored."""
+    replicas = [shard.local for shard in tracked.shards if shard.local.replicated]
+    tables = {replica.weight.data_ptr(): replica.table for replica in replicas}
+    for name, state in states.items():
+        if not isinstance(state, Optimizer) or is_known(handed_on(state)):
+            continue
+        stepped = {p.data_ptr() for group in state.param_groups for p in group["params"]}
+        if stepped := stepped & tables.keys():
+            kind = type(state).__name__
+            logger.warning(
+                "state %r, a %s, steps the data-parallel tables %s and has a state_dict of its "
+                "own: a new process could not restore its state of their rows. Give it within "
+                "TorchRec's wrapper: KeyedOptimizerWrapper(dict(parameters), lambda p: %s(p, …))",
+                name,
+                kind,
+                sorted(tables[place] for place in stepped),
+                kind,
+            )
 
 
 def _warn_of_hooks(model: nn.Module, states: Mapping[str, Stateful]) -> None:
