@@ -172,8 +172,15 @@ class OneCaller:
         Raises:
             CheckNRunError: it is refused; says how to do what was probably meant.
         """
-        if self.closed and call.role != "waits":
+        if self.closed and call.role in ("trains", "saves"):
             raise CheckNRunError(f"{self._name} is closed, its hooks are off: make a new one")
+        others = self._trains is not call.thread and self._trains.is_alive()
+        if others and call.role in ("saves", "waits"):  # first: it must not keep training out
+            raise CheckNRunError(
+                f"{call} was called, but {self._trains.name} trains with {self._name} (it made it, "
+                "or called restore() or step() last): rows may change meanwhile, and ranks would "
+                f"save different steps. {_REMEDY}"
+            )
         at_work = self._at_work.setdefault(None, call)
         if at_work is not call:
             raise CheckNRunError(
@@ -182,12 +189,6 @@ class OneCaller:
             )
         if call.role == "trains":
             self._trains = call.thread
-        elif call.role == "saves" and self._trains is not call.thread and self._trains.is_alive():
-            raise CheckNRunError(
-                f"{call} was called, but {self._trains.name} trains with {self._name} (it made it, "
-                "or called restore() or step() last): rows may change meanwhile, and ranks would "
-                f"save different steps. {_REMEDY}"
-            )
 
     def leave(self, call: Call) -> None:
         """End a call, if it was begun."""
@@ -195,8 +196,10 @@ class OneCaller:
             del self._at_work[None]
 
 
-Role = Literal["trains", "saves", "waits"]
-"""A call by the thread that trains, one that must be made by that thread, or neither."""
+Role = Literal["trains", "saves", "waits", "ends"]
+"""A call that tells which thread trains; one that this thread alone may make, as ``waits``, which
+may also come when the object is closed; and one that any thread may make.
+"""
 
 _REMEDY = (
     "Call it between two steps, in the thread that trains; let a handler or a timer set a flag "

@@ -326,7 +326,7 @@ class Checkpointer(WrittenByHand):
         """
         return self._wait()
 
-    @one_at_a_time("waits")
+    @one_at_a_time("ends")
     def close(self) -> None:
         """Save if ``AtEnd`` asks, wait, remove the hooks, free the staging memory; at most once.
 

@@ -152,13 +152,17 @@ def test_training_may_move_to_another_thread(tmp_path: Path, job: Job) -> None:
     assert restored(tmp_path, wanted) == []
 
 
-def test_another_thread_may_wait_and_close(tmp_path: Path, job: Job) -> None:
+def test_another_thread_may_close_and_not_wait(tmp_path: Path, job: Job) -> None:
+    """Refuse a wait, which would keep ``step()`` out."""
     saver: Checkpointer = checkpointer(tmp_path, job)
     saver.restore()
     train(job, saver)
     saver.save(wait=False)
-    report = in_another_thread(saver.wait)
+    assert "wait() of a timer" in str(in_another_thread(saver.wait))
+    report = saver.wait()
+    assert report is not None
     assert report.step == 1
     assert in_another_thread(saver.close) is None
     with pytest.raises(CheckNRunError, match="is closed, its hooks are off"):
         saver.save()
+    assert saver.wait() is None
