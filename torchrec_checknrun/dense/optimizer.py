@@ -140,9 +140,11 @@ class DenseOptimizer:
             for p in parameters
             if not p.sharded and p.key not in made
         }
-        whole = [p for p in parameters if p.parameter.numel() and not is_sharded(p.parameter)]
-        tables = [p for p in whole if not p.sharded and self._is_table(p.parameter)]
-        rows = {p.key: row_names(made[p.key], p.parameter) for p in tables if p.key in made}
+        rows = {
+            p.key: row_names(made[p.key], p.parameter)
+            for p in parameters
+            if p.key in made and not p.sharded and self._is_whole_table(p.parameter)
+        }
         references = References(self._kept_elsewhere(found, parameters))
         of_nodes = {node.identity: held(node, references) for node in found}
         wrappers = {identity: of_node for identity, of_node in of_nodes.items() if of_node}
@@ -290,6 +292,9 @@ class DenseOptimizer:
             self._changed.add(parameter.key)
             if not names & saved - {"step"}:
                 self._kept.add(parameter.key)
+
+    def _is_whole_table(self, parameter: torch.Tensor) -> bool:
+        return parameter.numel() > 0 and not is_sharded(parameter) and self._is_table(parameter)
 
     def _set(self, parameter: Parameter, state: dict[str, Any] | None) -> None:
         if not (state or parameter.state):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from torchrec_checknrun.dense.tree import is_optimizer
@@ -72,9 +73,9 @@ class References:
     def __contains__(self, value: object) -> bool:
         if isinstance(value, _PLAIN) and type(value) in _PLAIN:
             return False  # equal numbers may be the same object
-        if isinstance(value, (*_CODE, *_OF_PROCESS)) or id(value) in self._ids:
+        if isinstance(value, (Optimizer, *_CODE, *_OF_PROCESS)):  # first: ids need a long look
             return True
-        if is_optimizer(value):
+        if is_optimizer(value) or id(value) in self._ids:
             return True
         if isinstance(value, torch.Tensor):
             return any(address in self._memory for address in _memory(value))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.dense.buffers import buffer_names
-from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.blocks import Block, whole_block
@@ -155,10 +154,6 @@ class DenseModel:
             shards = [shard.local for shard in tracked.shards]
             self._stored, self._stored_at = StoredTables(tracked.tables, shards), at
         return self._stored
-
-    def is_table(self, parameter: torch.Tensor) -> bool:
-        """Return whether a fused optimizer's parameter is a table, by its memory on this rank."""
-        return all(map(self.stored().holds, local_tensors(parameter)))
 
     def _may_be_kept(self, found: DensePart) -> bool:
         if not all(isinstance(value, torch.Tensor) for value in found.dense.values()):

@@ -174,7 +174,7 @@ class DenseStates:
             DenseOptimizer,
             names=self._names(),
             sharded=self._sharded(),
-            is_table=self._tracked.dense.is_table,
+            is_table=self._tracked.dense.stored().is_table,
             elsewhere=elsewhere,
             resized=resized,
         )

@@ -19,6 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from torchrec_checknrun.boxes import Box, Span
+from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.dense.tree import WEIGHT, names_table
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import Path, name_of
@@ -100,6 +101,10 @@ class StoredTables:
         if not tensor.numel():
             return True
         return is_dense(tensor) and tensor.untyped_storage().data_ptr() in self.memory
+
+    def is_table(self, parameter: torch.Tensor) -> bool:
+        """Return whether an optimizer's parameter is a table, by its memory on this rank."""
+        return all(map(self.holds, local_tensors(parameter)))
 
     def covers(self, value: object) -> bool:
         """Return whether a state-dict leaf is restored as table rows or blocks.

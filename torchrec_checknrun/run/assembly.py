@@ -223,7 +223,8 @@ def _refuse_other_models(states: Mapping[str, Stateful], tracked: TrackedModel) 
     Raises:
         UnsupportedState: names the first such optimizer, a table, and the remedy.
     """
-    for name, tables in tables_of_others(states, tracked.tables, tracked.dense.is_table).items():
+    is_table = tracked.dense.stored().is_table
+    for name, tables in tables_of_others(states, tracked.tables, is_table).items():
         raise UnsupportedState(
             f"state {name!r} holds TorchRec's fused optimizer of {tables[0]}, which is no table of "
             "the model: its rate and step counter would be lost. Give all models that are trained "

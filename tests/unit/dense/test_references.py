@@ -35,6 +35,7 @@ def test_values_are_looked_for_only_if_asked() -> None:
     things: list[object] = []
     held = References(find())
     assert 3 not in held
+    assert torch.optim.SGD([torch.zeros(1)]) in held  # TorchRec's wrappers hold one, at each save
     assert not asked
     assert things in held
     assert [] not in held
