@@ -47,7 +47,7 @@ def protect_existing(root: Folder, ranks: Ranks, writer: RootWriter) -> None:
 
     def protect() -> str:
         try:
-            chain, problems = newest(root)
+            chain, problems = newest(root, resumes=True)
             writer.leave_behind(chain)
         except CheckNRunError as error:
             return f"the checkpoints in {root} can't be read: {error}"
@@ -74,7 +74,7 @@ def protect_unasked(root: Folder, writer: RootWriter) -> str | None:
     """
     if writer.settled:
         return None
-    chain, _ = newest(root)
+    chain, _ = newest(root, resumes=True)
     writer.leave_behind(chain)
     return None if chain is None else f"nothing was restored: {_abandons(root, chain)}"
 

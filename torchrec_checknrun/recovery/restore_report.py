@@ -36,6 +36,13 @@ def report_restored(
         saver.log("skipped: %s", what, level=logging.WARNING)
     for problem in found.passed_over:
         saver.log("passed over: %s", problem, level=logging.WARNING)
+    if found.unread:
+        saver.log(
+            "%s may be sound: this run deletes nothing of that, a later one does, unless "
+            "`checknrun pin` keeps it",
+            ", ".join(found.unread),
+            level=logging.WARNING,
+        )
     if found.forks and not found.passed_over:
         saver.log(
             "checkpoints newer than %s are there: as soon as this run saves they are an abandoned "

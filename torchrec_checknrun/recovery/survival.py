@@ -34,6 +34,7 @@ from torchrec_checknrun.tiers.copies_folder import CopiesFolder
 from torchrec_checknrun.tiers.host_copies import HostFiles
 from torchrec_checknrun.tiers.peers import Peers
 from torchrec_checknrun.tiers.priority_rows import PriorityRows
+from torchrec_checknrun.writers.claims import read_claims
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -141,14 +142,15 @@ class Survival:
 
         Raises:
             ModelPartlyRestored: recovering failed half-way, and there is no checkpoint.
+            ClaimDamaged, StorageFailed: the newest checkpoint is unknown; nothing was changed.
         """
         image, self.reasons = self._image, ()
         if image is None or not self._is_first:
             return None
-        self._is_first = False
         settle_buckets(self._options.model)
         found = self._ranks.on_all_ranks(image.look)
         decision, chain, passed_over = self._ranks.from_rank_0(lambda: self._decide(found))
+        self._is_first = False  # not earlier: storage that fails may be asked again
         if decision.step is None:
             self._tell(decision.reasons)
             return None
@@ -328,9 +330,13 @@ class Survival:
         partial_recovery = self._options.partial
         if all(gone) or (any(gone) and partial_recovery is None):
             return decide(found, Newest()), None, []  # the storage need not be asked
-        chain, problems = newest(self._options.root)
+        chain, problems = newest(self._options.root, resumes=True)
         if chain is None and problems:
             reason = f"the storage holds no whole checkpoint: {'; '.join(problems)}"
+            return Decision(None, (reason,)), None, problems
+        if chain is None and not read_claims(self._options.root).highest:
+            # A run claims its root at its first step: this one was emptied, or is another's.
+            reason = f"no run has claimed {self._options.root}: the images are not of what is there"
             return Decision(None, (reason,)), None, problems
         head = Newest() if chain is None else _newest(chain.head, found)
         known = () if chain is None else chain.head.losses

@@ -43,6 +43,7 @@ from torchrec_checknrun.root.counting import is_newest
 from torchrec_checknrun.root.shared_root import require_shared
 from torchrec_checknrun.store.copied_folder import CopiedFolder
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.retry import tells_nothing
 from torchrec_checknrun.writers.claims import latest_claim
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Restored:
         skipped: descriptions of tables and values on one side only.
         forks: whether newer checkpoints are abandoned.
         references: what this rank's shards restore to, of tables stored as differences.
+        unread: ids of newer chains that were passed over since the storage failed: a disk may give
+            later what it doesn't now.
         memory_bytes: bytes that this rank has read from copies of the storage's files.
     """
 
@@ -69,6 +72,7 @@ class Restored:
     forks: bool
     memory_bytes: int = 0
     references: list[References] = field(default_factory=list)
+    unread: tuple[str, ...] = ()
 
 
 @dataclass
@@ -117,8 +121,8 @@ def restore(
         except (CorruptCheckpoint, ChainBroken, OSError) as error:
             if attempts.without_copies(error):
                 continue  # the same chain, from the storage
-            # Unreachable storage doesn't mean that the checkpoint is damaged.
-            if checkpoint is None and not isinstance(error, StorageUnreachable):
+            # What this process can't read is not damaged: it would be abandoned, and deleted.
+            if checkpoint is None and not tells_nothing(error):
                 attempts.pass_over(chain, error)
                 continue
             if attempts.changed:
@@ -156,6 +160,7 @@ class _Attempts:
             target.tracked.dense.of_some,
         )
         self._passed_over: list[str] = []
+        self._unread: list[str] = []
         self._unusable: set[str] = set()
         self._newest = True
         self._converted = False
@@ -199,6 +204,8 @@ class _Attempts:
         """Exclude a chain that failed."""
         self._unusable.add(chain.head.id)
         self._passed_over.append(f"{chain.head.id}: {error}")
+        if isinstance(error, OSError):
+            self._unread += [manifest.id for manifest in chain.manifests]
 
     def load(self, chain: Chain, verify_all: bool) -> dict[str, Any]:
         """Load a chain into the live objects; return their restored state dict. A collective."""
@@ -228,6 +235,7 @@ class _Attempts:
             forks=bool(self._passed_over) or not self._newest,
             memory_bytes=self._root.taken.bytes if isinstance(self._root, CopiedFolder) else 0,
             references=self._chain_restore.references,
+            unread=tuple(dict.fromkeys(self._unread)),
         )
 
     def _find(self) -> tuple[Chain | None, list[str], bool]:
@@ -235,7 +243,7 @@ class _Attempts:
         newest.
         """
         if self._checkpoint is None:
-            return *newest(self._root, self._unusable), True
+            return *newest(self._root, self._unusable, resumes=True), True
         chain = resolve(self._root, self._checkpoint)
         try:
             return chain, [], is_newest(self._root, latest_claim(self._root), chain.head)

@@ -28,6 +28,7 @@ from torchrec_checknrun.root.checkpoints import (
     read_manifest,
 )
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.retry import tells_nothing
 from torchrec_checknrun.writers.claims import read_claims, require_claim
 
 logger = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ def _find_copy(root: Folder, names: Callable[[], list[str]], child: Manifest) ->
 
 
 def newest(
-    root: Folder, unusable: Container[str] = (), *, answers: bool = False
+    root: Folder, unusable: Container[str] = (), *, answers: bool = False, resumes: bool = False
 ) -> tuple[Chain | None, list[str]]:
     """Find the newest complete chain; also return why newer (or unreadable) checkpoints were
     passed over.
@@ -261,17 +262,20 @@ def newest(
     Args:
         unusable: ids to pass over silently.
         answers: raise storage errors instead of passing over what can't be read.
+        resumes: a run goes on from there and abandons newer checkpoints: raise storage errors that
+            don't speak of damage instead of passing over what may be sound.
 
     Raises:
         ClaimDamaged: checkpoints were committed, and which of them count can't be told.
         StorageUnreachable: the storage doesn't answer: resuming from an older checkpoint would
             abandon newer ones.
         StorageFailed: the root can't be listed, or changes during every look; with ``answers``,
-            also if anything in the root can't be read.
+            also if anything in the root can't be read, with ``resumes``, if this process may not
+            read something newer.
     """
     for _ in range(_LOOKS):
         names = root.names()
-        chain, problems, absent = _newest(root, names, unusable, answers)
+        chain, problems, absent = _newest(root, names, unusable, answers, resumes)
         if chain is not None and not problems and not absent:
             return chain, problems
         # In this order: a writer that commits, then deletes is noticed by one or the other.
@@ -302,7 +306,7 @@ def newest_required(root: Folder, *, answers: bool = False) -> Chain:
 
 
 def _newest(
-    root: Folder, names: list[str], unusable: Container[str], answers: bool
+    root: Folder, names: list[str], unusable: Container[str], answers: bool, resumes: bool
 ) -> tuple[Chain | None, list[str], set[str]]:
     """Look once; also return the names in which a manifest was looked for and not found."""
     claims = read_claims(root)
@@ -325,6 +329,8 @@ def _newest(
             continue
         except (CheckNRunError, OSError) as error:
             if isinstance(error, StorageUnreachable) or (answers and isinstance(error, OSError)):
+                raise
+            if resumes and tells_nothing(error):
                 raise
             claims.decided()  # not earlier: without any commit the run starts fresh in any case
             problems.append(f"{name}: {error}")

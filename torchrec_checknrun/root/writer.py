@@ -151,6 +151,12 @@ class RootWriter:
         if self._lease is not None:
             self._lease.use(self._uses)
 
+    def keep(self, ids: Iterable[str]) -> None:
+        """Protect more checkpoints from deletion while this run has the root."""
+        self._abandoned = tuple(dict.fromkeys((*self._abandoned, *ids)))
+        if self._lease is not None:
+            self._lease.use(self._uses)
+
     def leave_behind(self, chain: Chain | None) -> None:
         """Protect from deletion the chain that a fresh start abandons, and the chains that earlier
         attempts abandoned, if torchrun has restarted the run.

@@ -144,6 +144,7 @@ class Restoring:
                     references=found.references,
                 )
                 found.references = []
+                self.saver.writer.keep(found.unread)
                 # ``found`` speaks of the shards as they are now.
                 self.target.tracked.converted = False
         except BaseException as error:

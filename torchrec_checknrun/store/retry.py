@@ -57,7 +57,12 @@ _REMEDIES = {
     errno.EACCES: "permission was refused: check the owner, the mode or the credentials",
     errno.EPERM: "permission was refused: check the owner, the mode or the credentials",
     errno.EFBIG: "the file is larger than the file system or a limit (ulimit -f) allows",
+    errno.EMFILE: "this process has too many files open: raise its limit (ulimit -n)",
+    errno.ENFILE: "this machine has too many files open: raise its limit (fs.file-max)",
+    errno.ENOMEM: "this machine has too little memory left: give it more, or use less",
 }
+_OF_THE_READER = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What is wrong with a process that reads, not with what it reads."""
 _USER = re.compile(r"""(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://)[^\s/?#"'<>]*@""", re.IGNORECASE)
 
 
@@ -79,6 +84,15 @@ def is_transient(error: BaseException) -> bool:
         if getattr(error, name, None) in _STATUS:
             return True
     return any(kind.__name__ in _NAMES for kind in type(error).__mro__)
+
+
+def tells_nothing(error: BaseException) -> bool:
+    """Tell whether an error of a read leaves open whether what was to be read is sound: the storage
+    didn't answer, or this process may not, or can't just now, read it.
+    """
+    if isinstance(error, StorageUnreachable):
+        return True
+    return isinstance(error, OSError) and error.errno in _OF_THE_READER
 
 
 def retrying(act: Callable[[], T], what: str, most: float = math.inf) -> T:
