@@ -188,6 +188,8 @@ class _Rank:
     failures: int = 0
     tell: bool = False
     """What is on its way was asked for by a ``save`` that waits: it raises what is logged else."""
+    missed: bool = False
+    """The last checkpoint failed here, possibly here alone: there is something to save again."""
     error: bool = False
     report: Begun | None = None
     told: list[Begun] = field(default_factory=list)
@@ -263,7 +265,7 @@ class Reference:
         """Restore a checkpoint, or the newest, and return it."""
         self._settle_all()
         for rank in self._ranks:  # what failed before is only logged
-            rank.error, rank.report, rank.told = False, None, []
+            rank.error, rank.report, rank.told, rank.missed = False, None, [], False
         found = source or (self.listed[-1] if self.listed else None)
         if found is not None:
             self._last, self.steps, self._written = found, found.step, False
@@ -310,6 +312,7 @@ class Reference:
         self._settle_all()
         begun = None
         unsaved = self._written or self._last is None or self._last.step != self.steps
+        unsaved |= any(rank.missed for rank in self._ranks)
         if self._life.at_end and self.steps > 0 and unsaved:
             for rank in self._ranks:  # what failed before is part of this one
                 rank.error = False
@@ -359,7 +362,8 @@ class Reference:
         if begun is None or not (wait or begun.known_to(number)):
             return
         rank.running = None
-        if begun.way.heard_by(number):
+        rank.missed = not begun.way.heard_by(number)
+        if not rank.missed:
             rank.failures = 0
             rank.report = begun
             rank.told.append(begun)

@@ -254,6 +254,16 @@ def test_one_rank_does_not_hear(workers: Workers, rank: int) -> None:
     run.teardown()
 
 
+def test_one_rank_does_not_hear_before_the_end(workers: Workers) -> None:
+    """Save once more at the end: that rank can't know that its rows are in a checkpoint."""
+    run = Run(workers, ends=("close",))
+    run.begin_run(11, Life(policy="consecutive", at_end=True), background=0)
+    run.train_until_due(2, Way(fault=Point.HEARD, fault_rank=1))
+    run.restart(0, FREE, Life(1, policy="consecutive"), background=0, newest=True, which=0)
+    assert run.seen["at the end"] == 1
+    run.teardown()
+
+
 @pytest.mark.parametrize(
     ("end", "hold"),
     [

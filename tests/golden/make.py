@@ -49,7 +49,7 @@ ENCODINGS = {
 """Encodings by table."""
 STATES = {"momentum1": True, "exp_avg": False}
 """Optimizer states, and whether they are row-wise."""
-STATE = {
+STATE: dict[str, Any] = {
     "weight": torch.arange(6.0).reshape(2, 3),
     "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
     "array": np.arange(5, dtype="<i2"),

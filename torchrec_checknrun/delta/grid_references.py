@@ -38,7 +38,10 @@ class _Form(IntEnum):
     DIGEST = 4
 
 
-_TYPES = {_Form.SHORT: np.int16, _Form.LONG: np.int32}
+_TYPES: dict[_Form, type[np.int16] | type[np.int32]] = {
+    _Form.SHORT: np.int16,
+    _Form.LONG: np.int32,
+}
 
 
 @dataclass

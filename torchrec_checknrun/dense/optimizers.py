@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,13 +25,14 @@ from torchrec_checknrun.dense.tree import (
     attributes,
     fused_keys,
     inner_optimizers,
+    is_partitioned,
     names_table,
 )
 
 
 def is_known(state: object) -> TypeGuard[Optimizer]:
     """Return whether a state object is an optimizer with torch's or TorchRec's state dict."""
-    if isinstance(state, (KeyedOptimizer, ZeroRedundancyOptimizer)):
+    if isinstance(state, KeyedOptimizer) or is_partitioned(state):
         return True
     return isinstance(state, Optimizer) and type(state).state_dict is Optimizer.state_dict
 
@@ -155,7 +155,7 @@ def partitioned(states: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
             node.optimizer
             for each in ([state] if isinstance(state, Optimizer) else inner)
             for node in all_nodes(each)
-            if isinstance(node.optimizer, ZeroRedundancyOptimizer)
+            if is_partitioned(node.optimizer)
         ]
         if isinstance(state, Optimizer) and any(each.world_size > 1 for each in found):
             yield name, True

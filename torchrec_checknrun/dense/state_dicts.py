@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
@@ -35,6 +34,7 @@ from torchrec_checknrun.dense.tree import (
     Parameter,
     fused_keys,
     inner_optimizers,
+    is_partitioned,
     names_table,
     parameters_of,
 )
@@ -55,14 +55,14 @@ def own_state_dict(state: Stateful) -> Any:
     Its own is that of all ranks, as it was when last gathered, or an error. Each rank's part is in
     the optimizer inside, which is stored as any hidden one.
     """
-    if isinstance(state, ZeroRedundancyOptimizer):
+    if is_partitioned(state):
         return {**Optimizer.state_dict(state), "state": {}}
     return state.state_dict()
 
 
 def load_own(optimizer: Optimizer, content: Any) -> None:
     """Load what ``own_state_dict`` returned."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if is_partitioned(optimizer):
         Optimizer.load_state_dict(optimizer, content)
     else:
         optimizer.load_state_dict(content)

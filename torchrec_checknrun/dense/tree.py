@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import copyreg
 import re
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 _TORCHS = frozenset({"state", "param_groups", "params", "defaults"})
 """Attributes of every optimizer that are not searched for others."""
@@ -97,7 +100,7 @@ class Parameter:
 
         What a ``ZeroRedundancyOptimizer`` has itself is left from its ``load_state_dict``.
         """
-        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+        if is_partitioned(self.optimizer):
             return None
         return self.optimizer.state.get(self.parameter) or None
 
@@ -243,6 +246,14 @@ def names_table(key: object, tables: Collection[str]) -> bool:
 def is_torchs(kind: type) -> bool:
     """Return whether a class is torch's or TorchRec's own."""
     return kind.__module__.partition(".")[0] in ("torch", "torchrec")
+
+
+def is_partitioned(value: object) -> TypeGuard[ZeroRedundancyOptimizer]:
+    """Return whether a value is an optimizer of which each rank has a part of the state."""
+    # Imported by those who have one: the module compiles scripts, which takes a fifth of a second.
+    module = sys.modules.get("torch.distributed.optim")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)  # None: some thread imports it just now
+    return kind is not None and isinstance(value, kind)
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, MutableMapping
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointNotFound,
+    IncompatibleCheckpoint,
     StorageFailed,
     StorageUnreachable,
 )
@@ -84,6 +85,30 @@ def highest_epoch(root: Folder, known: MutableMapping[str, Manifest] | None = No
     """
     each = _each_that_counts(root, None, None, known)
     return max((m.epoch for _, m in each if isinstance(m, Manifest)), default=0)
+
+
+def require_publications(root: Folder, known: MutableMapping[str, Manifest] | None = None) -> None:
+    """Refuse a root for publications that holds a run's own checkpoints, counting or not: the rule
+    for how many publications stay would delete them.
+
+    Raises:
+        IncompatibleCheckpoint: names one of them.
+        StorageUnreachable: the storage doesn't answer.
+    """
+    for _, manifest in _each_that_counts(root, None, None, known):
+        if isinstance(manifest, Manifest) and not _is_for_serving(manifest):
+            raise IncompatibleCheckpoint(
+                f"{root} holds {manifest.id}, a checkpoint with optimizer or training state, which "
+                "the publications' `keep` would delete: publish to a folder of its own"
+            )
+
+
+def _is_for_serving(manifest: Manifest) -> bool:
+    """Return whether a checkpoint holds what a prediction needs alone, as publications do."""
+    return all(name.partition(".")[0] == "model" for name in manifest.states) and not any(
+        table.optimizer_bytes or table.learning_rate is not None
+        for table in manifest.tables.values()
+    )
 
 
 def _each_that_counts(

@@ -15,7 +15,11 @@ from torchrec_checknrun.root.checkpoints import (
     highest_sequence,
     read_manifest,
 )
-from torchrec_checknrun.root.counting import counting_ids, highest_epoch
+from torchrec_checknrun.root.counting import (
+    counting_ids,
+    highest_epoch,
+    require_publications,
+)
 from torchrec_checknrun.root.lineage import Lineage, Proposal, last_number, note_number
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.prune import Pruned, prune
@@ -37,6 +41,7 @@ class RootWriter:
     Args:
         lineage: of the next checkpoint.
         retention: which checkpoints to keep when pruning after a commit; None to never prune.
+        publishes: the root is for publications, and must hold nothing else.
 
     Attributes:
         lost_parent: set by ``before_commit`` in the background when a checkpoint of the lineage was
@@ -46,8 +51,16 @@ class RootWriter:
             its copy until that is part of the lineage.
     """
 
-    def __init__(self, root: Folder, lineage: Lineage, retention: Retention | None) -> None:
+    def __init__(
+        self,
+        root: Folder,
+        lineage: Lineage,
+        retention: Retention | None,
+        *,
+        publishes: bool = False,
+    ) -> None:
         self._root = root
+        self._publishes = publishes
         self._lineage = lineage
         self._retention = retention
         self._lease: Lease | None = None
@@ -59,6 +72,7 @@ class RootWriter:
         self._pruner = None if retention is None else Pruner(self._prune)
         self.lost_parent = self.settled = False
         self.compacting: Manifest | None = None
+        self._committing = ""
         self._sequence: int | None = None
         """The highest sequence number in use in the root, once looked for."""
 
@@ -79,6 +93,7 @@ class RootWriter:
         Raises:
             RootInUse: another run writes there, or has committed since this one was restored.
             ClaimDamaged: which of the root's checkpoints count can't be told.
+            IncompatibleCheckpoint: the root is for publications, and holds something else.
         """
 
         def earlier(before: Claim | None) -> list[str]:
@@ -86,6 +101,8 @@ class RootWriter:
 
         lease = Lease(self._root)
         above = highest_epoch(self._root, self._manifests)
+        if self._publishes:
+            require_publications(self._root, self._manifests)
         lease.acquire(earlier, self._uses, above=above)
         self._require_newest(lease)
         self._lease = lease
@@ -182,6 +199,7 @@ class RootWriter:
             RootInUse: the root was taken over.
             SaveFailed: the checkpoint could not be restored, or a restore would choose another.
         """
+        self._committing = proposal.id
         self.lease.check()
         sequence, parent = proposal.header.sequence, proposal.header.parent
         assert sequence is not None, "it was decided"
@@ -214,6 +232,7 @@ class RootWriter:
         Raises:
             RootInUse: the root was taken over between the last check and the commit.
         """
+        self.lease.signs.committed.add(self._committing)
         self.lease.check()
 
     def prune(self, last: Manifest) -> None:

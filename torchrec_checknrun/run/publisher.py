@@ -126,7 +126,7 @@ class Publisher:
         self._ranks, self._background, self._saver = ranks, background, saver
         self._quantization = wanted.quantization
         self._lineage = Lineage()
-        self._writer = RootWriter(root, self._lineage, Retention(wanted.keep))
+        self._writer = RootWriter(root, self._lineage, Retention(wanted.keep), publishes=True)
         self._writer.settled = True  # no run goes on from publications
         self._claim = RootClaim(root, ranks, self._writer)
         self._to = Destination(root, ParentContent(options.dense))

@@ -38,6 +38,7 @@ from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.root.chain import Chain, newest, newest_required
+from torchrec_checknrun.root.counting import require_publications
 from torchrec_checknrun.root.lineage import Lineage, Proposal
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.prune import prune
@@ -133,6 +134,7 @@ def _add(
             f"{into} holds the run's own checkpoints, which --keep would delete: publish to a "
             "folder of its own"
         )
+    require_publications(into)
     copies = _copies(chain, held)
     _check_target(into, held, copies, bits)
     missing = [place for place, m in enumerate(chain.manifests) if m.id not in copies]
@@ -144,7 +146,7 @@ def _add(
     lineage = Lineage()
     if held is not None:
         lineage.restored(held, converted=False, forks=False)
-    writer = RootWriter(into, lineage, None)
+    writer = RootWriter(into, lineage, None, publishes=True)
     writer.claim()
     try:
         copying = _Copying(source, into, content, bits, writer, lineage, copies, progress)

@@ -37,6 +37,7 @@ from torchrec_checknrun.writers.claims import (
     read_claims,
 )
 from torchrec_checknrun.writers.liveness import clean_up, is_fresh, standing_of
+from torchrec_checknrun.writers.same_root import Signs
 
 __all__ = ["FOLDER", "LEASE_SECONDS", "Claim", "Holder", "Lease", "latest_claim"]
 
@@ -53,6 +54,9 @@ class Lease:
         seconds: how long the claim lasts after its last renewal.
         remakes: make the root again where it was deleted or moved meanwhile. A checkpoint's own
             directory must stay deleted: what is left of it would look like one more checkpoint.
+
+    Attributes:
+        signs: by which the root is known again; this process's leases of a claim share them.
     """
 
     _held: ClassVar[list[Lease]] = []
@@ -68,6 +72,7 @@ class Lease:
         self._folder = root / FOLDER
         self._seconds = seconds
         self._claim: Claim | None = None
+        self.signs = Signs()
         self._written: bytes | None = None
         """The claim's file as this lease has written it; None if another has."""
         self._lock = threading.Lock()
@@ -130,8 +135,9 @@ class Lease:
                 self._withdraw(claim.epoch, claim.to_bytes())
                 raise
             self._forget_older(claim)
+        self.signs.before = latest
         for other in self._beside(claim):
-            self._lock = other._lock
+            self._lock, self.signs = other._lock, other.signs
         self._claim = claim
         Lease._held.append(self)
         if claim.uses != tuple(uses):
@@ -208,6 +214,7 @@ class Lease:
                 self._folder.delete(claim.name)
                 self._folder.remove()
             else:
+                self.signs.is_gone(self._root, claim)  # refuses another root
                 self._folder.put(claim.name, replace(claim, released=True).to_bytes())
 
     def _newer(self, epoch: int) -> list[int]:
@@ -368,7 +375,7 @@ class Lease:
         idle = max(0.0, time.monotonic() - max(lease._moved for lease in together))
         self._claim = replace(self.claim, renewals=renewals, idle=round(idle, 3))
         try:
-            gone = self._folder.size(self.claim.name) is None
+            gone = self.signs.is_gone(self._root, self.claim)
             if gone and self._remakes:  # perhaps with its folder, or the whole root
                 self._make_folder()
             self._record(replace(self.claim, uses=uses), new=gone)

@@ -327,3 +327,17 @@ assert not {{"torchrec", "fbgemm_gpu", "hydra"}} & set(sys.modules), "TorchRec w
     done = subprocess.run([*python, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
+
+
+def test_training_imports_nothing_that_takes_long() -> None:
+    """Of torch and TorchRec, hardly more than a TorchRec script has imported anyway."""
+    code = """
+import sys
+import torch, torchrec
+before = set(sys.modules)
+from torchrec_checknrun import Checkpointer
+slow = {"torch.distributed.optim", "hydra", "rich", "matplotlib", "pandas", "boto3", "s3fs"}
+assert not slow & (set(sys.modules) - before), slow & (set(sys.modules) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr

@@ -45,3 +45,23 @@ def test_of_earlier_publications_nothing_is_told(
             saver.publish()
     assert "nothing was restored" not in caplog.text
     assert len([*(tmp_path / "serve").glob("*/manifest.json")]) == 1
+
+
+def test_another_run_s_root_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Publish nothing where a run's checkpoints are, which ``keep`` would delete; train on."""
+    job = make_job()
+    with checkpointer(tmp_path / "other", job) as saver:
+        saver.restore()
+        for _ in range(3):
+            train(job, saver)
+            saver.save()
+    before = sorted(tmp_path.glob("other/**/*"))
+    job = make_job()
+    rule = Publish(tmp_path / "other", every_seconds=1e6, keep=1)
+    with checkpointer(tmp_path / "run", job, publish=rule) as saver:
+        saver.restore()
+        train(job, saver)
+        assert saver.publish() is None
+        saver.save()
+    assert "a checkpoint with optimizer or training state" in caplog.text
+    assert sorted(tmp_path.glob("other/**/*")) == before

@@ -167,6 +167,24 @@ def test_the_run_s_own_root_is_no_target(roots: tuple[Path, Path], tmp_path: Pat
         assert len(list(target.glob("*/manifest.json"))) == 3
 
 
+def test_no_run_s_root_is_a_target(roots: tuple[Path, Path]) -> None:
+    """Delete nothing of an older copy of a run's root, from which the run has gone on, or of
+    another run's.
+    """
+    trained(roots[0], policy=Full()).saver.close()
+    shutil.copytree(roots[0], roots[1])
+    job = Job(roots[0], policy=Full())
+    job.saver.restore()
+    for seed in (5, 6):
+        job.train(seed)
+        job.save()
+    job.saver.close()
+    for keep in (None, 1):
+        with pytest.raises(IncompatibleCheckpoint, match="with optimizer or training state"):
+            publish(roots[0], roots[1], keep=keep)
+        assert len(list(roots[1].glob("*/manifest.json"))) == 3
+
+
 def test_ended_in_the_middle(roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was added stays, and is a whole state; the next attempt goes on from there."""
     job = trained(roots[0])

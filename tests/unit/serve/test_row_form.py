@@ -46,7 +46,7 @@ def hard_rows(seed: int, n: int, dim: int) -> torch.Tensor:
     rows[kinds == 4] = np.abs(np.where(random.random((n, dim)) < 0.3, 0.0, rows))[kinds == 4]
     found = torch.from_numpy(rows).float()
     for row in np.flatnonzero(random.random(n) < 0.05):
-        found[row, random.integers(dim)] = random.choice([np.nan, np.inf, -np.inf, 1e30])
+        found[row, int(random.integers(dim))] = random.choice([np.nan, np.inf, -np.inf, 1e30])
     return found
 
 

@@ -146,7 +146,7 @@ def _encode(
     elif bits == 8:
         low = _signed_low(x, low)
         width = np.abs(high - low)  # not -0
-        grid = Grid(low, width / top)
+        grid = Grid(low, np.divide(width, top))
         inverse = top / (width + np.float32(1e-8))
     else:
         low = _signed_low(x, low)
@@ -222,7 +222,7 @@ def _min_max_grid(low: Floats, high: Floats, top: np.float32) -> Grid:
 def _symmetric_grid(low: Floats, high: Floats, bits: int) -> Grid:
     """Compute the symmetric grid; scales keep so few bits that ``-scale * top / 2`` is exact."""
     top = np.float32(2**bits - 1)
-    scale = 2 * np.maximum(np.abs(low), np.abs(high)) / top
+    scale = np.divide(2 * np.maximum(np.abs(low), np.abs(high)), top)
     dropped = 8 if bits == 8 else 13 + bits
     pattern = scale.view(np.int32)
     half = (pattern >> dropped & 1) + ((1 << (dropped - 1)) - 1)
@@ -286,7 +286,7 @@ def _greedy_search(
     best = Grid(low, np.divide(high - low, top))
     least = error(*best)
     for _ in range(int(np.float32(ratio) * np.float32(num_bins))):
-        scale = (high - low - step) / top
+        scale = np.divide(high - low - step, top)
         raised, lowered = error(low + step, scale), error(low, scale)
         raises = raised < lowered
         low = low + np.where(raises, step, np.float32(0))
