@@ -38,7 +38,7 @@ from torchrec_checknrun.format.row_chunk import add_exact
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState, LogState
 from torchrec_checknrun.restore.links import newest_codes, newest_rows
-from torchrec_checknrun.values.state import raw_bytes
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.compaction.row_pieces import Piece
-from torchrec_checknrun.values.state import raw_bytes
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 SPOOL_BYTES = 64 << 20
 """Bytes of rows that wait in memory; as many as a chunk that is compressed may have, decoded."""

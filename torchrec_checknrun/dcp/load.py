@@ -127,25 +127,34 @@ def _tensors(state_dict: dict[str, Any]) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 def _warn_of_layouts(before: Mapping[Path, torch.Tensor], state_dict: dict[str, Any]) -> None:
-    """Warn of tensors that only the checkpoint had, and that may be a column-major one's state.
+    """Warn of tensors that only the checkpoint had, and that may be the state of one of another
+    order in memory.
 
     Fused optimizers walk through the memory of a parameter and its state side by side, and a state
     dict doesn't say whose state a tensor is.
     """
-    odd = {tuple(t.shape): path for path, t in before.items() if not t.is_contiguous()}
-    new = [(path, t) for path, t in _tensors(state_dict) if odd and path not in before]
-    found = [(path, odd[tuple(t.shape)]) for path, t in new if tuple(t.shape) in odd]
+    like = {tuple(t.shape): (path, _order(t)) for path, t in before.items()}
+    found = []
+    for path, tensor in _tensors(state_dict):
+        if path not in before and tuple(tensor.shape) in like:
+            other, order = like[tuple(tensor.shape)]
+            if _order(tensor) != order:
+                found.append((name_of(path), name_of(other)))
     if found:
-        made, like = (name_of(path) for path in found[0])
         logger.warning(
-            "%d tensors were not in the state dict and come back row-major, as %s, while %s of the "
-            "same shape is not: torch's fused optimizers would train with the state of other "
-            "elements. Make the optimizer's state before dcp.load, by a step on gradients of zero, "
-            "or use Checkpointer, which keeps the order in memory",
+            "%d tensors were not in the state dict and come back in another order in memory, as "
+            "%s, than %s of the same shape has: torch's fused optimizers would train with the "
+            "state of other elements. Make the optimizer's state before dcp.load, by a step on "
+            "gradients of zero, or use Checkpointer, which keeps the order in memory",
             len(found),
-            made,
-            like,
+            *found[0],
         )
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Return a tensor's strides but for those of dimensions with one value, which mean nothing."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return [stride for stride, size in pairs if size > 1]
 
 
 class StorageReader(DcpStorageReader):

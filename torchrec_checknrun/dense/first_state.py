@@ -223,14 +223,20 @@ def _as_saved(
         form[name] = torch.zeros(shape, dtype=dtype, device="cpu")
     placed = placed_with(parameter, form)
     return {
-        name: made[name] if name in made and _is_alike(made[name], value) else value
+        name: made[name]
+        if name in made and _is_alike(made[name], value, parameter.shape)
+        else value
         for name, value in placed.items()
     }
 
 
-def _is_alike(made: object, saved: object) -> bool:
+def _is_alike(made: object, saved: object, of_parameter: torch.Size) -> bool:
+    """Return whether a first step's value will do for a saved one; a tensor of another shape than
+    the parameter's has to have the saved order in memory as well.
+    """
     if isinstance(made, torch.Tensor) and isinstance(saved, torch.Tensor):
-        return made.shape == saved.shape
+        same = made.shape == of_parameter or made.stride() == saved.stride()
+        return made.shape == saved.shape and same
     return not isinstance(made, torch.Tensor) and not isinstance(saved, torch.Tensor)
 
 

@@ -209,7 +209,12 @@ class DenseOptimizer:
             keys = {p.key for p in parameters}
             self._of_none = (content["state"].keys() | self._saved_groups.others(saved)) - keys
         left_out = self._kept | own | self._of_none
-        live = {k: fixed(v) for k, v in content["state"].items() if k not in left_out}
+        shapes = {p.key: p.parameter.shape for p in parameters}
+        live = {
+            k: fixed(v, saved.get(k), shapes.get(k))
+            for k, v in content["state"].items()
+            if k not in left_out
+        }
         live |= dict.fromkeys((own | self._of_none) & saved.keys())
         # None: restored as stored, not into live tensors.
         return {**content, "state": live, **{name: None for name in _BESIDE if name in stored}}

@@ -41,7 +41,7 @@ from torchrec_checknrun.dense.tree import (
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.placements import laid_out_as
-from torchrec_checknrun.values.state import SHARDED
+from torchrec_checknrun.values.state import SHARDED, Tree, tree_items
 
 logger = logging.getLogger(__name__)
 
@@ -219,13 +219,25 @@ def _undecided(keyed: Optimizer, inner: Optimizer, name: str) -> str:
     )
 
 
-def fixed(state: Any) -> Any:
-    """Return a parameter's state to restore into, with None for lists, whose content may be of any
-    length and form (LBFGS's history): they are restored as stored.
+def fixed(state: Any, saved: Tree | None, of_parameter: torch.Size | None) -> Any:
+    """Return a parameter's state to restore into, with None for what is restored as stored: lists,
+    whose content may be of any length and form (LBFGS's history), and tensors of another order in
+    memory (a decomposition's) than the live ones, unless these have the parameter's shape.
+
+    Args:
+        saved: the state's stored tree.
+        of_parameter: the parameter's shape; None: unknown.
     """
     if not isinstance(state, dict):
         return state
-    return {name: None if isinstance(v, (list, tuple)) else v for name, v in state.items()}
+    nodes = tree_items(saved)
+
+    def is_free(name: str, value: object) -> bool:
+        if not isinstance(value, torch.Tensor) or value.shape == of_parameter:
+            return isinstance(value, (list, tuple))
+        return nodes.get(name, {}).get("strides") not in (None, list(value.stride()))
+
+    return {name: None if is_free(name, value) else value for name, value in state.items()}
 
 
 def shared(parameters: Iterable[Parameter]) -> list[list[list[Any]]]:

@@ -9,17 +9,18 @@ was changed, so that is checked before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.placements import laid_out_as
-from torchrec_checknrun.values.state import Tree, tree_items
+from torchrec_checknrun.values.state import Tree, tree_items, tree_values
 
 Covered = Callable[[object], bool]
 """Returns whether a leaf is restored in place, or whether a key belongs to a table."""
@@ -40,6 +41,20 @@ class StateObjects:
 
     def __contains__(self, name: object) -> bool:
         return name in self._states
+
+    def present(self, name: str, trees: Collection[Tree]) -> Any:
+        """Return an object's present state dict; an empty one if it isn't needed.
+
+        Some objects get ready for a start when they are asked for it, and then pass over what
+        ``load_state_dict`` gives them: torchdata's ``Loader`` would begin its data anew.
+
+        Args:
+            trees: the saved ones, of all ranks.
+        """
+        state: Any = self._states[name]
+        if trees and not isinstance(state, (nn.Module, Optimizer)) and all(map(_is_enough, trees)):
+            return {}
+        return state.state_dict()
 
     def check(self, name: str, current: object, tree: Tree, covered: Covered) -> None:
         """Refuse content that the object's ``load_state_dict`` would refuse.
@@ -155,13 +170,15 @@ class _Live:
     def merged(self, current: Any, saved: Any) -> Any:
         """Return the saved content with the live leaves.
 
-        Dicts keep the live ones' types, tensors the live ones' devices and order in memory.
+        Dicts keep the live ones' types, tensors the live ones' devices, and their order in memory
+        unless the saved one is not row-major.
         """
         if self.kept(current, saved):
             return current
         if isinstance(saved, Tensor):
             if isinstance(current, Tensor) and not self.covered(current):
-                return laid_out_as(saved.to(current.device), current)
+                placed = saved.to(current.device)
+                return laid_out_as(placed, current) if saved.is_contiguous() else placed
             return saved
         if not isinstance(saved, dict):
             if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):
@@ -206,6 +223,22 @@ class _Live:
             kept = {inner: part for inner, part in parts.items() if part is not _MISSING}
             return kept or _MISSING
         return _MISSING
+
+
+def _is_enough(tree: Tree) -> bool:
+    """Return whether a saved tree is all that an object's ``load_state_dict`` needs.
+
+    The live tensors' device counts where there are others than the CPU. An empty state may be one
+    that the object refuses.
+    """
+    if not tree.get("whole") or not tree["d"]:
+        return False
+    return not torch.accelerator.is_available() or not _has_tensors(tree)
+
+
+def _has_tensors(tree: Tree) -> bool:
+    inner = (*tree_items(tree).values(), *tree_values(tree))
+    return "x" in tree or any(map(_has_tensors, inner))
 
 
 def _misfits(

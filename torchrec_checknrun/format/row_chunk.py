@@ -49,7 +49,7 @@ from torchrec_checknrun.format.entries import (
 )
 from torchrec_checknrun.format.row_values import EncodedRows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
-from torchrec_checknrun.values.state import raw_bytes
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 _ERROR_SAMPLE_ROWS = 1024
 """The most rows of a chunk on which the error is measured."""

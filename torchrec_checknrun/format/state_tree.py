@@ -19,6 +19,7 @@ from torchrec_checknrun.format.chunk import Path
 from torchrec_checknrun.values.limits import LARGEST
 from torchrec_checknrun.values.plain_values import SETS, as_float, check_value
 from torchrec_checknrun.values.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
+from torchrec_checknrun.values.tensor_bytes import is_order
 
 _NUMPY_DTYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
 _HEX_FLOAT = re.compile(r"[-+]?(0x[01]\.[0-9a-f]{1,13}p[-+][0-9]{1,4}|inf|nan)")
@@ -52,7 +53,7 @@ def _check(node: object, end: int, depth: int) -> int:
     value = node[letter]
     if letter in ("x", "n"):
         return _check_array(node, letter, end)
-    if len(node) != 1:
+    if len(node) != 1 and not (letter == "d" and node == {"d": value, "whole": True}):
         raise ValueError(f"{shown(node)} is not a node")
     if letter == "b":
         return _after(end, typed(node, _Bytes).b)
@@ -107,6 +108,7 @@ class _Tensor(Record, frozen=True):
     x: _Span
     dtype: str
     shape: tuple[Count, ...]
+    strides: tuple[Count, ...] | None = None
 
 
 class _Array(Record, frozen=True):
@@ -116,6 +118,7 @@ class _Array(Record, frozen=True):
     dtype: str
     shape: tuple[Count, ...]
     scalar: bool
+    strides: tuple[Count, ...] | None = None
 
 
 class _Bytes(Record, frozen=True):
@@ -129,6 +132,8 @@ def _check_array(node: dict[str, Any], letter: str, end: int) -> int:
     shape, span = leaf.shape, leaf.x if isinstance(leaf, _Tensor) else leaf.n
     if len(shape) > MOST_DIMENSIONS or math.prod(n for n in shape if n) > LARGEST:
         raise ValueError(f"the shape {shown(shape)} is too large")
+    if leaf.strides is not None and not is_order(shape, leaf.strides):
+        raise ValueError(f"{shown(leaf.strides)} are no strides of {shown(shape)}")
     stop = _after(end, span)
     size = math.prod(shape) * _item_bytes(letter, leaf.dtype)
     if size != span.length:

@@ -116,7 +116,7 @@ class Taker:
         if not live:
             return {}
         stored, blocks = local_parts(live, self._tracked, optimizers)
-        states = {name: drop_tables(value, stored) for name, value in live.items()}
+        states = {n: drop_tables(v, stored, n not in optimizers) for n, v in live.items()}
         return {STATES: states, PARTS: parts_of(blocks)}
 
     def _optimizer(self, name: str) -> Any:

@@ -23,7 +23,8 @@ from torchrec_checknrun.format.chunk import (
     name_of,
 )
 from torchrec_checknrun.format.entries import BlockEntry
-from torchrec_checknrun.values.state import TORCH_DTYPES, raw_bytes
+from torchrec_checknrun.values.state import TORCH_DTYPES
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 
 @dataclass

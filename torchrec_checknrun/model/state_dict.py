@@ -28,7 +28,7 @@ from torchrec_checknrun.model.blocks import Block, require_storable
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.values.dense import is_dense
-from torchrec_checknrun.values.state import MOST_DEPTH, SHARDED
+from torchrec_checknrun.values.state import MOST_DEPTH, SHARDED, Whole
 
 MODEL = "model"
 """The state that holds the model's dense parameters."""
@@ -144,16 +144,20 @@ def split_states(
         dense[name] = walk.dense(value, (name,))
         if name in optimizers:
             plain += walk.plain
+        else:
+            dense[name] = walk.marked(dense[name])
     return dense, [b for b in _blocks(sharded, stored, optimizers) if not b.replica], plain
 
 
-def drop_tables(value: Any, stored: StoredTables) -> Any:
+def drop_tables(value: Any, stored: StoredTables, of_object: bool = False) -> Any:
     """Copy a state dict without sharded leaves (see ``find_blocks``) and data-parallel tables.
 
     Entries of the tables' optimizers are left out as well. In lists and tuples None takes their
-    place.
+    place. An object's is marked as ``Whole`` if it is.
     """
-    return _Walk(stored, []).dense(value, ())
+    walk = _Walk(stored, [])
+    found = walk.dense(value, ())
+    return walk.marked(found) if of_object else found
 
 
 class _Walk:
@@ -168,6 +172,12 @@ class _Walk:
         self._stored = stored
         self.sharded = sharded
         self.plain: list[torch.Tensor] = []
+        self._whole = True
+
+    def marked(self, found: Any) -> Any:
+        """Return the dense part that ``dense`` has found, as ``Whole`` if it is that."""
+        simple = (type(t) is torch.Tensor and t.is_cpu and not t.requires_grad for t in self.plain)
+        return Whole(found) if self._whole and type(found) is dict and all(simple) else found
 
     def dense(self, value: Any, path: Path) -> Any:
         """Return a value's dense part, see ``drop_tables``."""
@@ -175,6 +185,7 @@ class _Walk:
             return self._dict(value, path)
         if isinstance(value, SHARDED):
             self.sharded.append((path, value))
+            self._whole = False
             return None
         if isinstance(value, torch.Tensor):
             self.plain.append(value)
@@ -215,6 +226,8 @@ class _Walk:
                     continue
                 if not isinstance(item, dict) or copied or not self._stored.name(key):
                     kept[key] = copied
+        if type(value) is not dict or len(kept) < len(value):  # a type comes from the live one
+            self._whole = False
         return kept
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.row_chunk import RowForms
@@ -20,7 +19,7 @@ from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.collisions import check_held, resume_held
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.restore import Target, hand_back
-from torchrec_checknrun.restore.states import Owners, SavedStates, StateRestore
+from torchrec_checknrun.restore.states import Owners, SavedStates, StateRestore, present_states
 from torchrec_checknrun.values.state import decode_state
 
 _NAME = "the image"
@@ -50,7 +49,6 @@ class HeldRestore:
         tracked.flush()
         assert target.model is not None
         live: dict[str, Any] = {MODEL: target.model.state_dict()}
-        live.update((name, own_state_dict(state)) for name, state in target.states.items())
         self._live = live
         others = {n: state for n, state in target.states.items() if n not in self.optimizers}
         saved = SavedStates(
@@ -59,6 +57,7 @@ class HeldRestore:
             dict.fromkeys(held.trees, False),
             {name: {None: (name, tree)} for name, (tree, _) in held.trees.items()},
         )
+        live.update(present_states(target.states, self.optimizers, saved))
         owners = Owners({}, self.optimizers, objects=StateObjects(others), model=target.model)
         self._states = StateRestore(saved, live, {}, Fit(), owners)
         rows: dict[str, RowForms] = {

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import decode_state_chunk
 from torchrec_checknrun.format.entries import StateEntry
@@ -24,6 +23,7 @@ from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.memory.agreement import Decision
 from torchrec_checknrun.memory.held_states import HeldStates, local_parts
 from torchrec_checknrun.memory.image import RankImage
+from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.options.arguments import COPY, LostRule, PerRank, Replicated
@@ -39,6 +39,7 @@ from torchrec_checknrun.restore.chunks import (
 from torchrec_checknrun.restore.fit import Fit, Match, match_tables
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.restore.rows import RowRestore
+from torchrec_checknrun.restore.states import SavedStates, present_states
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.shards import TableShape
@@ -182,7 +183,6 @@ class LostRank:
         tracked = self._target.tracked
         tracked.flush()
         self._shards = [shard for shard in tracked.shards if not shard.local.replicated]
-        self._require_no_parts()
         saved = {n: TableShape(t.rows, t.dim) for n, t in self._chain.head.tables.items()}
         match = match_tables(tracked.tables, saved, Fit())
         if self._copies is not None:
@@ -205,6 +205,7 @@ class LostRank:
 
     def _plan(self, content: ChainContent, match: Match) -> None:
         self._content = content
+        self._require_no_parts()
         self._rows = RowRestore(content, match.target, Fit())
         shards, marks = [s.local for s in self._shards], [s.marks for s in self._shards]
         self._keys = self._rows.plan(shards, marks)
@@ -296,7 +297,8 @@ class LostRank:
         target = self._target
         assert target.model is not None
         live: dict[str, Any] = {MODEL: target.model.state_dict()}
-        live.update((name, own_state_dict(state)) for name, state in target.states.items())
+        optimizers = DenseStates(target.model, target.states, target.tracked)
+        live.update(present_states(target.states, optimizers, SavedStates.of(self._content)))
         _, blocks = local_parts(live, target.tracked)
         if blocks:
             names = sorted({repr(block.path) for block in blocks})

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
-from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import (
     ChainBroken,
@@ -33,11 +32,11 @@ from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.restore.chunks import read_content
+from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.plan import ChainRestore
-from torchrec_checknrun.restore.states import Merge, Owners
+from torchrec_checknrun.restore.states import Merge, Owners, SavedStates, present_states
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.counting import is_newest
 from torchrec_checknrun.root.shared_root import require_shared
@@ -254,12 +253,15 @@ class _Attempts:
         """Plan a chain's restore on all ranks, then load the chain."""
         target, ranks, chain_restore = self._target, self._ranks, self._chain_restore
         live: dict[str, Any] = {}
+        read: list[ChainContent] = []
+        # Before states are asked for, which may be a collective: every rank gets there, or none.
+        ranks.reduce(lambda: read.append(read_content(self._root, chain)), len)
 
         def read_live() -> None:
             target.tracked.flush()
             if target.model is not None:
                 live[MODEL] = target.model.state_dict()
-            live.update((name, own_state_dict(state)) for name, state in target.states.items())
+            live.update(present_states(target.states, self._optimizers, SavedStates.of(read[0])))
 
         ranks.on_all_ranks(read_live)
         unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
@@ -272,14 +274,11 @@ class _Attempts:
             )
         live = dict(sorted(live.items()))  # the same order on all ranks
         # Nothing is decided: only errors matter.
-        ranks.reduce(lambda: self._plan(chain, live), len)
+        ranks.reduce(lambda: chain_restore.plan(read[0], live), len)
         if chain.head.deltas:  # on all ranks
             ranks.reduce(lambda: chain_restore.build(self._root), chain_restore.check_digests)
         ranks.reduce(lambda: chain_restore.load(self._root), len)
         return live
-
-    def _plan(self, chain: Chain, live: dict[str, Any]) -> None:
-        self._chain_restore.plan(read_content(self._root, chain), live)
 
 
 def hand_back(

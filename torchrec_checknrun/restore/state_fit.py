@@ -16,10 +16,10 @@ from torchrec_checknrun.values.state import (
     are_convertible,
     is_sharded,
     never,
-    raw_bytes,
     tree_items,
     tree_values,
 )
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 
 def check_state(

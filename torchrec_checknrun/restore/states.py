@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
+from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import Path, decode_state_chunk
@@ -90,6 +92,26 @@ class SavedStates:
             if isinstance(entry := chunk.entry, StateEntry):
                 chunks.setdefault(entry.name, {})[entry.rank] = chunk.key, entry.tree
         return cls(head.id, head.world_size, head.states, chunks)
+
+
+def present_states(
+    states: Mapping[str, Stateful], optimizers: DenseStates, saved: SavedStates
+) -> dict[str, Any]:
+    """Return the present state dicts of state objects by name, of those that need none an empty
+    one; see ``StateObjects.present``.
+
+    Args:
+        optimizers: the dense optimizers among them.
+        saved: the states to restore.
+    """
+    objects = StateObjects({name: s for name, s in states.items() if name not in optimizers})
+    found = {}
+    for name in sorted(states):  # the same order on all ranks
+        trees = [tree for _, tree in saved.chunks.get(name, {}).values()]
+        found[name] = (
+            objects.present(name, trees) if name in objects else own_state_dict(states[name])
+        )
+    return found
 
 
 class StateRestore:

@@ -42,7 +42,7 @@ from torchrec_checknrun.snapshot.staging import COPIER, Staging
 from torchrec_checknrun.store.file_copy import CopyTo
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import ReadyThread
-from torchrec_checknrun.values.state import RawViews
+from torchrec_checknrun.values.tensor_bytes import RawViews
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

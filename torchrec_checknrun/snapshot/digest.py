@@ -21,6 +21,8 @@ from torchrec_checknrun.values.state import Tree, tree_items
 
 _WITH_BYTES = ("b", "x", "n")
 """Letters of nodes that point into the payload."""
+_ORDER = "strides"
+"""Field of tensors' order in memory, which is no content."""
 _MOST_PARTS = 512
 _PART_BYTES = 4
 _SLICE = 4096
@@ -141,7 +143,8 @@ def _values(node: Tree, path: str) -> Iterator[tuple[str, str, Tree | None]]:
     letter = next(iter(node))
     items = node[letter]
     if letter in _WITH_BYTES:
-        yield path, _text({**node, letter: None}), node
+        same = {key: value for key, value in node.items() if key not in (letter, _ORDER)}
+        yield path, _text({**same, letter: None}), node
     elif letter == "d":
         yield path, f"d{len(items)}", None
         for key, value in sorted(items, key=lambda item: (type(item[0]).__name__, item[0])):

@@ -23,7 +23,8 @@ from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.snapshot.digest import Digest, joint_digest
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
-from torchrec_checknrun.values.state import RawViews, Tree, encode_state
+from torchrec_checknrun.values.state import Tree, encode_state
+from torchrec_checknrun.values.tensor_bytes import RawViews
 
 Fingerprint = tuple[Mapping[str, bytes], Mapping[str, OptimizerClock]]
 """See ``fingerprint``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -25,6 +25,14 @@ from torchrec_checknrun.values.plain_values import (
     set_of,
     sorted_members,
 )
+from torchrec_checknrun.values.tensor_bytes import (
+    RawViews,
+    array_in_order,
+    is_order,
+    put_in_order,
+    raw_bytes,
+    strides_of,
+)
 
 MOST_DEPTH = 100
 """The deepest nesting of containers: decoding recurses, and stacks are limited."""
@@ -35,29 +43,24 @@ SHARDED = (ShardedTensor, DTensor)
 TORCH_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not name.startswith("q")}
 """Dtypes of tensors that can be stored, by name."""
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_NUMPYS = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-    }
-)
-"""Dtypes that NumPy has as well."""
 _SHOWN_IN_TREE = frozenset({type(None), bool, int, str})
 """Types of values that the tree shows as they are."""
 _ALIGN = 64
 """Bytes to which each leaf's offset in the payload is aligned."""
 _ZEROS = bytes(_ALIGN)
+_ARRAYS = (np.ndarray, np.memmap)
+"""Types of arrays that come back as one: others (``np.matrix``) compute in ways of their own."""
 _NUMPY_KINDS = "biufc"
 """Kinds of NumPy dtypes that can be stored: numbers and booleans."""
 
 Tree = dict[str, Any]
 """A node: a letter for the type, with the content; see ``_Encoder``."""
+
+
+class Whole(dict[Any, Any]):
+    """A state dict of which nothing was left out, and whose values need no live ones to come back:
+    plain dicts, and tensors without gradients in the CPU's memory. Its tree says so.
+    """
 
 
 def encode_state(
@@ -108,15 +111,14 @@ class _Encoder:
         if kind is float:
             return {"f": float.hex(value)}
         if kind is dict or isinstance(value, dict):
-            return {
-                "d": [
-                    [
-                        k if type(k) is str or type(k) is int else _refuse_key(k, path),
-                        self.node(v, f"{path}.{k}", depth + 1),
-                    ]
-                    for k, v in value.items()
+            items = [
+                [
+                    k if type(k) is str or type(k) is int else _refuse_key(k, path),
+                    self.node(v, f"{path}.{k}", depth + 1),
                 ]
-            }
+                for k, v in value.items()
+            ]
+            return {"d": items, "whole": True} if kind is Whole else {"d": items}
         return self._other(value, path, depth)
 
     def _other(self, value: object, path: str, depth: int) -> Tree:
@@ -134,17 +136,18 @@ class _Encoder:
             return {"b": self._add(value)}
         if (
             isinstance(value, (np.ndarray, np.generic))
-            and not isinstance(value, np.ma.MaskedArray)
+            and (kind in _ARRAYS or isinstance(value, np.generic))
             and value.dtype.kind in _NUMPY_KINDS
         ):
             array = np.asarray(value)
             array = array.astype(array.dtype.newbyteorder("<"))
-            return {
+            shown: Tree = {
                 "n": self._add(array.tobytes()),
                 "dtype": array.dtype.str,
                 "shape": list(np.shape(value)),
                 "scalar": isinstance(value, np.generic),
             }
+            return _ordered(shown, strides_of(array))
         if (node := encode_value(value)) is not None:
             return node
         raise UnsupportedState(
@@ -160,11 +163,12 @@ class _Encoder:
         if data is None:
             _check_tensor(tensor, path)
             data = raw_bytes(tensor) if views is None else views.of(tensor)
-        return {
+        node = {
             "x": self._add(data),
             "dtype": _NAMES[tensor.dtype],
             "shape": [*tensor.shape],
         }
+        return _ordered(node, strides_of(tensor))
 
     def _add(self, data: bytes | memoryview) -> list[int]:
         padding = -self._size % _ALIGN
@@ -177,6 +181,10 @@ class _Encoder:
         return [offset, length]
 
 
+def _ordered(node: Tree, strides: list[int] | None) -> Tree:
+    return node if strides is None else {**node, "strides": strides}
+
+
 def _refuse_key(key: object, path: str) -> NoReturn:
     raise UnsupportedState(f"{path} has the key {key!r}: dict keys must be str or int")
 
@@ -184,17 +192,6 @@ def _refuse_key(key: object, path: str) -> NoReturn:
 def are_convertible(saved: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether saved values can be restored as the wanted dtype: the same, or both floats."""
     return saved == wanted or (saved.is_floating_point and wanted.is_floating_point)
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's bytes, without a copy if it is contiguous in CPU memory."""
-    if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu:
-        return np.ascontiguousarray(tensor.detach().numpy()).data  # bytes already
-    if _is_plain(tensor):  # most tensors; far fewer steps than below
-        return tensor.detach().numpy().reshape(-1).view(np.uint8).data
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # PyTorch calls a single element contiguous whatever its stride, but refuses to view it.
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def _check_tensor(tensor: torch.Tensor, path: str) -> None:
@@ -215,71 +212,6 @@ def _check_dimensions(value: object, path: str) -> None:
         raise UnsupportedState(
             f"{path} has {dimensions} dimensions; {MOST_DIMENSIONS} can be stored: flatten it"
         )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory is the bytes of its values, and NumPy can show it."""
-    return (
-        tensor.dtype in _NUMPYS
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and tensor.numel() > 0
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
-
-
-class _Seen(NamedTuple):
-    """A tensor whose bytes were shown, with all that tells whether these are its bytes still."""
-
-    tensor: torch.Tensor
-    place: tuple[int, int]
-    shape: torch.Size
-    strides: tuple[int, ...]
-    view: memoryview
-
-
-class RawViews:
-    """The bytes of a state's tensors, from one time that it is encoded to the next.
-
-    To make a view takes longer than all else that is encoded of a small tensor. A view of the same
-    memory is the same; it keeps the memory, at most until the state is encoded without it.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[tuple[int, int], _Seen] = {}
-        self._now: dict[tuple[int, int], _Seen] = {}
-        self._known: dict[int, _Seen] = {}
-        """Those from before, by the tensor's ``id``."""
-
-    def begin(self) -> None:
-        """Begin to encode; views that nobody asked for since the last time are dropped."""
-        self._before, self._now = self._now, {}
-        self._known = {id(seen.tensor): seen for seen in self._before.values()}
-
-    def known(self, tensor: torch.Tensor) -> memoryview | None:
-        """Return the bytes of a tensor that is the same object as the last time, at the same place
-        and of the same layout; None if it isn't.
-        """
-        seen = self._known.get(id(tensor))
-        if (
-            seen is None
-            or seen.place != (tensor.data_ptr(), tensor.nbytes)
-            or seen.shape != tensor.shape
-            or seen.strides != tensor.stride()
-        ):
-            return None
-        self._now[seen.place] = seen
-        return seen.view
-
-    def of(self, tensor: torch.Tensor) -> memoryview:
-        """Return a tensor's bytes, as ``raw_bytes`` does."""
-        if not _is_plain(tensor):
-            return raw_bytes(tensor)
-        place = tensor.data_ptr(), tensor.nbytes
-        seen = self._before.get(place)
-        view = raw_bytes(tensor) if seen is None else seen.view
-        self._now[place] = _Seen(tensor, place, tensor.shape, tensor.stride(), view)
-        return view
 
 
 def decode_state(tree: Tree, payload: bytes | memoryview) -> Any:
@@ -309,7 +241,9 @@ def empty_state(tree: Tree) -> Any:
 
     def zeros(node: Tree) -> torch.Tensor | None:
         dtype = TORCH_DTYPES.get(node.get("dtype", "")) if "x" in node else None
-        return None if dtype is None else torch.zeros(node["shape"], dtype=dtype, device="cpu")
+        if dtype is None:
+            return None
+        return put_in_order(torch.zeros(node["shape"], dtype=dtype, device="cpu"), _strides(node))
 
     return _visit(tree, zeros)
 
@@ -349,7 +283,8 @@ def _leaf(node: Tree, payload: memoryview) -> Any:
             raise CorruptCheckpoint(f"state tree: {len(data)} bytes don't make {node}")
         if not len(data):
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)
+        return put_in_order(flat.reshape(shape), _strides(node))
     if "n" in node:
         np_dtype = np.dtype(node["dtype"])
         data = _slice(payload, node["n"])
@@ -358,11 +293,18 @@ def _leaf(node: Tree, payload: memoryview) -> Any:
         ):
             raise CorruptCheckpoint(f"state tree: {len(data)} bytes don't make {node}")
         array = np.frombuffer(bytes(data), np_dtype).reshape(node["shape"]).copy()
-        return array[()] if node["scalar"] else array
+        return array[()] if node["scalar"] else array_in_order(array, _strides(node))
     try:
         return decode_value(node)
     except ValueError as error:
         raise CorruptCheckpoint(f"state tree: {error}") from error
+
+
+def _strides(node: Tree) -> list[int] | None:
+    strides: list[int] | None = node.get("strides")
+    if strides is not None and not is_order(node["shape"], strides):
+        raise CorruptCheckpoint(f"state tree: {strides} are no strides of {node['shape']}")
+    return strides
 
 
 def _slice(payload: memoryview, span: list[int]) -> memoryview:

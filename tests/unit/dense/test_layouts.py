@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
+from torch.utils import _pytree as pytree
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from tests.crash.save_sweep import alone
@@ -46,13 +47,17 @@ class Trainer:
     def __init__(self, model: ByColumns, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.average = model.weight.detach().clone()
+        self.basis = torch.zeros(9, 7)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "average": self.average}
+        self.basis = torch.linalg.qr(self.basis + torch.linspace(0, 1, 63).reshape(9, 7))[0]
+        found = {"average": self.average, "basis": self.basis, "new": [self.basis + 1]}
+        return {"optimizer": self.optimizer.state_dict(), **found}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
-        self.average = state["average"]
+        self.average, self.basis = state["average"], state["basis"]
+        assert state["new"][0].stride() == self.basis.stride() == (1, 9)
 
 
 class Unknown(optim.Adam):
@@ -62,6 +67,50 @@ class Unknown(optim.Adam):
         if self.param_groups[0]["params"][0].numel() != 35:
             raise ValueError("another model")
         return super().step(closure)
+
+
+class Decomposed(optim.Optimizer):
+    """SOAP: state that a decomposition returns, column-major, in a list, a tensor, an attribute."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.basis = torch.zeros(9, 7)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded
+        values = torch.linspace(0, 1, 63).reshape(9, 7)
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.update({} if len(state) > 1 else self.begin())
+            factor = self.basis.sum() + state["listed"][0].sum() + state["one"].sum()
+            p.sub_(p.grad * factor, alpha=0.01)
+            state["one"] = torch.linalg.qr(state["one"] + values + p.sum())[0]
+            state["listed"] = [torch.linalg.qr(values + state["one"])[0]]
+            self.basis = torch.linalg.qr(self.basis + state["one"])[0]
+
+    def begin(self) -> dict[str, Any]:
+        return {"one": torch.zeros(9, 7), "listed": [torch.zeros(9, 7)]}
+
+
+class Begun(Decomposed):
+    """It has row-major state before its first step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = self.begin()
+
+
+def decomposed(model: nn.Module) -> optim.Optimizer:
+    return Decomposed(model.parameters())
+
+
+def begun(model: nn.Module) -> optim.Optimizer:
+    return Begun(model.parameters())
+
+
+def keyed_decomposed(model: nn.Module) -> optim.Optimizer:
+    return KeyedOptimizerWrapper(dict(model.named_parameters()), Decomposed)
 
 
 def adam(model: nn.Module) -> optim.Optimizer:
@@ -88,7 +137,7 @@ def strides(optimizer: Any) -> list[tuple[int, ...]]:
     return [
         value.stride()
         for state in optimizer.state.values()
-        for value in state.values()
+        for value in pytree.tree_leaves(state)
         if torch.is_tensor(value)
     ]
 
@@ -120,12 +169,45 @@ def test_training_goes_on_bit_for_bit(
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("made", [False, True])
-def test_state_that_dcp_load_makes_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, made: bool
+@pytest.mark.parametrize("make", [decomposed, begun, keyed_decomposed])
+def test_state_of_another_order_than_row_major(
+    tmp_path: Path, make: Callable[[nn.Module], optim.Optimizer]
 ) -> None:
-    """Tell of row-major state of a column-major parameter; say nothing where it was there."""
+    lives: list[tuple[ByColumns, Any]] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = ByColumns()
+        optimizer: Any = make(model)
+        lives.append((model, optimizer))
+        with Checkpointer(tmp_path, model=model, state={"optimizer": optimizer}) as saver:
+            if not seed:
+                train(model, optimizer, 3)
+                saver.save()
+                order = strides(optimizer)
+            else:
+                assert saver.restore() is not None
+                assert strides(optimizer) == order
+        train(model, optimizer, 2)
+    for one, two in zip(lives[0][0].parameters(), lives[1][0].parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def by_rows(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
+
+
+@pytest.mark.parametrize("now", ["columns", "rows"])
+@pytest.mark.parametrize("then", ["columns", "rows"])
+@pytest.mark.parametrize("made", [False, True])
+def test_state_that_dcp_load_makes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, made: bool, then: str, now: str
+) -> None:
+    """Tell of state in another order than its parameter, unless state was there to load into."""
     model, again = ByColumns(), ByColumns()
+    for each, order in ((model, then), (again, now)):
+        if order == "rows":
+            by_rows(each)
     optimizers = [optim.Adam(each.parameters(), fused=True) for each in (model, again)]
     for each, optimizer in zip((model, again), optimizers, strict=True):
         if each is model or made:
@@ -136,11 +218,12 @@ def test_state_that_dcp_load_makes_is_told_of(
     dcp.save(state, planner=SavePlanner(), storage_writer=writer)
     state = {"model": again, "optimizer": optimizers[1]}
     dcp.load(state, planner=LoadPlanner(), storage_reader=reader)
-    told = [r.getMessage() for r in caplog.records if "row-major" in r.getMessage()]
-    assert len(told) == (not made)
-    if made:
-        kept = optimizers[1].state[again.weight]["exp_avg"]
-        assert kept.stride() == again.weight.stride()
-    else:
+    told = [r.getMessage() for r in caplog.records if "order in memory" in r.getMessage()]
+    if not made and then != now:
+        assert len(told) == 1
         assert "optimizer.state" in told[0]
         assert "model." in told[0]
+    else:
+        assert not told
+        kept = optimizers[1].state[again.weight]["exp_avg"]
+        assert kept.stride() == again.weight.stride()

@@ -16,7 +16,7 @@ from tests.distributed.on_write import build, checkpointer
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.save.local_part import LocalPart
 from torchrec_checknrun.snapshot.late_copies import LEAST_BYTES, LateCopies, stepped_memory
-from torchrec_checknrun.values.state import raw_bytes
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 VALUES = LEAST_BYTES // 4
 

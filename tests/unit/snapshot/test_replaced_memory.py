@@ -18,7 +18,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.snapshot.items import ChunkItem, Items
 from torchrec_checknrun.snapshot.snapshot import Declared, take_states
 from torchrec_checknrun.tracking import track
-from torchrec_checknrun.values.state import RawViews
+from torchrec_checknrun.values.tensor_bytes import RawViews
 
 SIZE = 8
 

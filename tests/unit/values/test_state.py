@@ -197,6 +197,32 @@ def test_only_what_a_view_shows_is_stored() -> None:
     assert round_trip(one).tolist() == one.tolist() == [4007.0]
 
 
+FLOATS = {"x": [0, 16], "dtype": "float32"}
+STRIDES: list[Any] = [[1], [1, 1], [0, 1], [1, 4], [-1, 2], [2**40, 1], ["1", 2], "12", [1.0, 2]]
+"""Strides that leave gaps between the values of two by two, share places, or are no numbers."""
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "columns": lambda: torch.arange(6.0).reshape(2, 3).t(),
+    "channels last": lambda: torch.rand(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "one channel": lambda: torch.rand(2, 1, 4, 5).contiguous(memory_format=torch.channels_last),
+    "bf16": lambda: torch.rand(3, 4, dtype=torch.bfloat16).t(),
+    "fp8": lambda: torch.rand(3, 4).to(torch.float8_e4m3fn).t(),
+    "permuted": lambda: torch.rand(2, 3, 4).permute(1, 2, 0),
+    "array": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "permuted array": lambda: np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_order_in_memory_comes_back(name: str) -> None:
+    """Sums over a column-major tensor add up its values in another order than over rows."""
+    value = LAYOUTS[name]()
+    chunk = state_chunk("reader", None, *encode_state({"v": [value]}, "reader"))
+    found = decode_stored(chunk.entry, chunk.getvalue())["v"][0]
+    assert_same(found, value)
+    tensor = isinstance(value, torch.Tensor)
+    assert (found.stride() == value.stride()) if tensor else (found.strides == value.strides)
+
+
 def test_leaves_are_aligned() -> None:
     tree, _ = encode_state([b"x", torch.zeros(2), np.zeros(3), b""], "state")
     offsets = [span[0] for node in tree["l"] for letter, span in node.items() if letter in "bxn"]
@@ -243,6 +269,7 @@ Point = namedtuple("Point", "x y")
         lambda: np.array(["2024-01-01"], "M8[D]"),
         lambda: np.zeros(2, [("a", "i4")]),
         lambda: np.ma.masked_array([1, 2], [True, False]),
+        lambda: np.asmatrix([[1.0, 2.0]]),
         lambda: torch.device("cpu"),
         lambda: torch.eye(2).to_sparse(),
         lambda: torch.empty(2, device="meta"),
@@ -285,6 +312,10 @@ def test_other_keys_are_refused(key: object) -> None:
         {"n": [0, 16], "dtype": "|O", "shape": [2], "scalar": False},
         {"n": [0, 16], "dtype": "nonsense", "shape": [2], "scalar": False},
         {"n": [0, 16], "dtype": "<f4", "shape": [4]},
+        *({**FLOATS, "shape": [2, 2], "strides": s} for s in STRIDES),
+        {**FLOATS, "shape": [], "strides": [1]},
+        {**FLOATS, "shape": [4, 0], "strides": [1, 1]},
+        {"n": [0, 16], "dtype": "<f4", "shape": [2, 2], "scalar": False, "strides": [1, 1]},
     ],
     ids=repr,
 )
