@@ -56,11 +56,10 @@ class WriteBehind:
         self.flush()
         offset = self._file.tell()
         self._running = Future()
-        work = partial(self._write, pieces, each, done, self._running)
         if self._thread is None:
-            work()
+            self._write_here(pieces, each, done, self._running)
         else:
-            self._work.put(work)
+            self._work.put(partial(self._write, pieces, each, done, self._running))
         return offset
 
     def flush(self) -> None:
@@ -89,6 +88,22 @@ class WriteBehind:
         while (work := self._work.get()) is not None:
             work()
             del work  # frees its memory before the next bytes come
+
+    def _write_here(
+        self,
+        pieces: Iterable[Bytes],
+        each: Callable[[Bytes], object],
+        done: Callable[[], object],
+        outcome: Future[None],
+    ) -> None:
+        """Write in the caller's thread; the exit of the interpreter sees if that hangs."""
+        with self._patience.watch(self._what) as beat:
+
+            def each_heard(piece: Bytes) -> None:
+                each(piece)
+                beat()
+
+            self._write(pieces, each_heard, done, outcome)
 
     def _write(
         self,

@@ -172,7 +172,8 @@ class Patience:
         try:
             worker = worker or _Worker()
         except RuntimeError:  # no more threads, or the interpreter is about to end
-            return act()
+            with self._watched(call):  # which gives the call up by itself
+                return act()
         with self._watched(call):
             worker.begin(call)
             limit = self.seconds

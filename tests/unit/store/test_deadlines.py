@@ -12,6 +12,7 @@ import pytest
 
 from tests.crash.hanging import CALLS, HangingStore
 from torchrec_checknrun.errors import StorageUnreachable
+from torchrec_checknrun.store import deadlines
 from torchrec_checknrun.store.deadlines import Patience, given_up, longest_silence
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.threads import Threads
@@ -188,3 +189,15 @@ def test_the_longest_silence_is_named() -> None:
     finally:
         go.set()
         waits.join()
+
+
+def test_a_call_without_a_thread_is_seen_to_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that ends starts no thread (Python 3.12), and gives up what is silent."""
+
+    def refuse() -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(deadlines, "_Worker", refuse)
+    monkeypatch.setattr(deadlines, "_idle", [])
+    assert Patience(TIMEOUT).call(lambda: longest_silence()[1], "asking") == "asking"
+    assert longest_silence() == (0.0, "")
