@@ -170,15 +170,14 @@ class _Live:
     def merged(self, current: Any, saved: Any) -> Any:
         """Return the saved content with the live leaves.
 
-        Dicts keep the live ones' types, tensors the live ones' devices, and their order in memory
-        unless the saved one is not row-major.
+        Dicts keep the live ones' types, tensors the live ones' devices, whether they take
+        gradients, and their order in memory unless the saved one is not row-major.
         """
         if self.kept(current, saved):
             return current
         if isinstance(saved, Tensor):
             if isinstance(current, Tensor) and not self.covered(current):
-                placed = saved.to(current.device)
-                return laid_out_as(placed, current) if saved.is_contiguous() else placed
+                return _as_live(saved, current)
             return saved
         if not isinstance(saved, dict):
             if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):
@@ -223,6 +222,14 @@ class _Live:
             kept = {inner: part for inner, part in parts.items() if part is not _MISSING}
             return kept or _MISSING
         return _MISSING
+
+
+def _as_live(saved: Tensor, current: Tensor) -> Tensor:
+    """Return a saved tensor as ``merged`` does, beside the live one."""
+    placed = saved.to(current.device)
+    if saved.is_contiguous():
+        placed = laid_out_as(placed, current)
+    return placed.requires_grad_(current.requires_grad and placed.is_floating_point())
 
 
 def _is_enough(tree: Tree) -> bool:

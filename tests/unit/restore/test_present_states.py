@@ -114,3 +114,34 @@ def test_values_of_a_live_type_keep_it(tmp_path: Path, survive: Images | None) -
     again.counts.update("b")
     assert again.counts == Counter("aabb")
     saver._release(failed=True)
+
+
+class Temperature:
+    """A value that a program trains by itself (SAC's), and replaces by what it is given."""
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.full((1,), value, requires_grad=True)
+
+    def train(self) -> None:
+        (self.value * 2).sum().backward()
+        assert self.value.grad is not None
+        self.value.data.sub_(self.value.grad)
+        self.value.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_a_tensor_that_takes_gradients_goes_on_so(tmp_path: Path, survive: Images | None) -> None:
+    saver = begin(tmp_path, survive, temperature=(trained := Temperature(9.0)))
+    saver.restore()
+    trained.train()
+    end(saver)
+    saver = begin(tmp_path, survive, temperature=(again := Temperature(0.0)))
+    assert saver.restore() is not None
+    again.train()
+    assert again.value.item() == 5.0
+    saver._release(failed=True)
