@@ -235,7 +235,8 @@ def fixed(state: Any, saved: Tree | None, of_parameter: torch.Size | None) -> An
     def is_free(name: str, value: object) -> bool:
         if not isinstance(value, torch.Tensor) or value.shape == of_parameter:
             return isinstance(value, (list, tuple))
-        return nodes.get(name, {}).get("strides") not in (None, list(value.stride()))
+        strides = nodes.get(name, {}).get("strides")  # None of a sharded one, which has no own
+        return strides is not None and strides != list(value.stride())
 
     return {name: None if is_free(name, value) else value for name, value in state.items()}
 
