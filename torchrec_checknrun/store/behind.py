@@ -57,7 +57,9 @@ class WriteBehind:
         offset = self._file.tell()
         self._running = Future()
         if self._thread is None:
-            self._write_here(pieces, each, done, self._running)
+            # The exit of the interpreter sees if this hangs.
+            with self._patience.watch(self._what) as beat:
+                self._write(pieces, lambda piece: (each(piece), beat()), done, self._running)
         else:
             self._work.put(partial(self._write, pieces, each, done, self._running))
         return offset
@@ -88,22 +90,6 @@ class WriteBehind:
         while (work := self._work.get()) is not None:
             work()
             del work  # frees its memory before the next bytes come
-
-    def _write_here(
-        self,
-        pieces: Iterable[Bytes],
-        each: Callable[[Bytes], object],
-        done: Callable[[], object],
-        outcome: Future[None],
-    ) -> None:
-        """Write in the caller's thread; the exit of the interpreter sees if that hangs."""
-        with self._patience.watch(self._what) as beat:
-
-            def each_heard(piece: Bytes) -> None:
-                each(piece)
-                beat()
-
-            self._write(pieces, each_heard, done, outcome)
 
     def _write(
         self,
