@@ -72,7 +72,6 @@ class RootWriter:
         self._pruner = None if retention is None else Pruner(self._prune)
         self.lost_parent = self.settled = False
         self.compacting: Manifest | None = None
-        self._committing = ""
         self._sequence: int | None = None
         """The highest sequence number in use in the root, once looked for."""
 
@@ -205,7 +204,6 @@ class RootWriter:
             RootInUse: the root was taken over.
             SaveFailed: the checkpoint could not be restored, or a restore would choose another.
         """
-        self._committing = proposal.id
         self.lease.check()
         sequence, parent = proposal.header.sequence, proposal.header.parent
         assert sequence is not None, "it was decided"
@@ -232,13 +230,13 @@ class RootWriter:
                 "would hide this checkpoint: the next one gets a higher number"
             )
 
-    def after_commit(self) -> None:
+    def after_commit(self, proposal: Proposal) -> None:
         """Check once more when the manifest is written.
 
         Raises:
             RootInUse: the root was taken over between the last check and the commit.
         """
-        self.lease.signs.committed.add(self._committing)
+        self.lease.signs.committed.add(proposal.id)
         self.lease.check()
 
     def prune(self, last: Manifest) -> None:

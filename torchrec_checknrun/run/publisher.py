@@ -284,7 +284,7 @@ class Publisher:
                 started,
                 asked,
                 before_commit=partial(self._writer.before_commit, proposal),
-                after_commit=self._writer.after_commit,
+                after_commit=partial(self._writer.after_commit, proposal),
                 unite=unite,
                 to=self._to,
             )

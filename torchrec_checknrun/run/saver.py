@@ -385,7 +385,7 @@ class Saver:
                 started,
                 asked,
                 before_commit=partial(self.writer.before_commit, proposal),
-                after_commit=self.writer.after_commit,
+                after_commit=partial(self.writer.after_commit, proposal),
                 unite=unite,
                 links=links,
             )

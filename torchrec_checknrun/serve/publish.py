@@ -260,7 +260,7 @@ class _Copying:
             folder,
             published,
             before=[partial(self.writer.before_commit, proposal)],
-            after=self.writer.after_commit,
+            after=partial(self.writer.after_commit, proposal),
         )
         self.lineage.committed(published)
         self.copies[manifest.id] = published
