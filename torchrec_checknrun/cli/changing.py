@@ -36,7 +36,7 @@ from torchrec_checknrun.root.retention import pin as pin_checkpoint
 from torchrec_checknrun.root.retention import unpin as unpin_checkpoint
 from torchrec_checknrun.store.retry import masked
 from torchrec_checknrun.tools.control_records import Damage, find_damage
-from torchrec_checknrun.writers.claims import latest_claim
+from torchrec_checknrun.writers.claims import latest_claim, read_claims
 from torchrec_checknrun.writers.liveness import standing_of
 
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
@@ -273,8 +273,9 @@ def repair(
 
     folder = open_root(root)
     require_root(folder)
+    read_claims(folder).require_readable()
     damage = find_damage(folder)
-    for path, what in damage.claims.items():
+    for path, what in (damage.claims | damage.forbidden).items():
         say(f"{path}: {what}", style="red")
     for problem in damage.pins.values():
         say(problem, style="red")

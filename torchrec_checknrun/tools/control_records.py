@@ -24,7 +24,8 @@ class Damage:
     """The damage of a root's control records.
 
     Attributes:
-        claims: problems of unreadable claims, by path.
+        claims: problems of damaged claims, by path.
+        forbidden: errors for claims that may be sound, but that this process can't read, by path.
         pins: problems of unreadable pins, by checkpoint id.
         undecided: why the checkpoints that count can't be told; None if they can.
         will_count: whether each committed checkpoint counts, by id, newest first; if undecided,
@@ -34,6 +35,7 @@ class Damage:
     """
 
     claims: dict[str, str]
+    forbidden: dict[str, str]
     pins: dict[str, str]
     undecided: str | None
     will_count: dict[str, bool]
@@ -77,8 +79,11 @@ def find_damage(root: Folder, known: Mapping[str, Manifest] | None = None) -> Da
         sure = id in listed or (manifest is not None and manifest.epoch >= lost)
         if undecided is not None and will_count[id] and not sure:
             doubtful.add(id)
+    unread = {f"{FOLDER}/{name}": what for name, what in claims.damaged.items()}
+    forbidden = {f"{FOLDER}/{name}" for name in claims.forbidden}
     return Damage(
-        claims={f"{FOLDER}/{name}": what for name, what in claims.damaged.items()},
+        claims={path: what for path, what in unread.items() if path not in forbidden},
+        forbidden={path: what for path, what in unread.items() if path in forbidden},
         pins=dict(_pins(root, manifests)),
         undecided=undecided,
         will_count=will_count,

@@ -52,10 +52,12 @@ def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None =
         RootInUse: the damaged claim was just written, perhaps by a live writer; or there is a new
             claim since the decision.
         CheckpointNotFound: there is no checkpoint of an id to ignore.
+        ClaimDamaged: this process can't read a claim that may be sound; nothing was changed.
         CorruptCheckpoint: some pins can't be rewritten; everything else is repaired.
         StorageFailed: the storage refused.
     """
     damage = find_damage(root)
+    read_claims(root).require_readable()
     _require_same(root, damage.highest, expected)
     for id in set(ignore) - damage.will_count.keys():
         raise CheckpointNotFound(f"no committed checkpoint {id!r} in {root}: see `checknrun ls`")
@@ -75,7 +77,8 @@ def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None =
             return [id for id, counts in will_count.items() if counts and id not in ignore]
 
         _advance(root, claims, counting)
-    for name in read_claims(root, every=True).damaged:
+    claims = read_claims(root, every=True)
+    for name in claims.damaged.keys() - claims.forbidden:
         with suppress(StorageFailed):  # perhaps a directory, which decides nothing any more
             (root / FOLDER).delete(name)
     stay: list[str] = []

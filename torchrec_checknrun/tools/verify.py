@@ -169,6 +169,7 @@ def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, l
         f"`checknrun repair {root}` settles what counts, or removes it where it decides nothing"
     )
     found = {path: [f"{what}; {repair}"] for path, what in damage.claims.items()}
+    found |= {path: [what] for path, what in damage.forbidden.items()}
     if damage.undecided is not None and not found:
         found[FOLDER] = [damage.undecided]
     if damage.hidden:

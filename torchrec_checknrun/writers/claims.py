@@ -29,6 +29,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.checks import Count, Measure, Record, Text, seal, unseal
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.retry import tells_nothing
 
 FOLDER = "writers"
 """The folder of claims in a root, beside the checkpoints."""
@@ -152,6 +153,7 @@ class Claims:
         latest: the readable claim with the highest epoch.
         damaged: by file name, why a claim can't be read.
         undecided: file names of the damaged claims that may decide which checkpoints count.
+        forbidden: file names of the damaged claims that may be sound: this process can't read them.
         highest: the highest epoch of any claim, 0 without one.
         names: all names in the folder of claims.
     """
@@ -160,6 +162,7 @@ class Claims:
     latest: Claim | None
     damaged: dict[str, str]
     undecided: tuple[str, ...]
+    forbidden: frozenset[str]
     highest: int
     names: Sequence[str] = ()
 
@@ -169,20 +172,36 @@ class Claims:
         Raises:
             ClaimDamaged: a claim that can't be read might decide otherwise.
         """
+        self.require_readable()
         if not self.undecided:
             return self.latest
-        what = "; ".join(f"{FOLDER}/{name}: {self.damaged[name]}" for name in self.undecided)
         raise ClaimDamaged(
-            f"{self.root} has a damaged claim ({what}) that may decide which checkpoints count: "
-            "nothing is restored, saved or deleted here until it is fixed. A live writer rewrites "
-            f"it within a minute; otherwise run `checknrun repair {self.root}`"
+            f"{self.root} has a damaged claim ({self._doubts()}) that may decide which checkpoints "
+            "count: nothing is restored, saved or deleted here until it is fixed. A live writer "
+            f"rewrites it within a minute; otherwise run `checknrun repair {self.root}`"
         )
+
+    def require_readable(self) -> None:
+        """Check that no claim that may decide is kept from this process: a repair would lose it.
+
+        Raises:
+            ClaimDamaged: there is such a claim.
+        """
+        if self.forbidden.intersection(self.undecided):
+            raise ClaimDamaged(
+                f"{self.root} has a claim that this process can't read ({self._doubts()}) and that "
+                "may decide which checkpoints count: nothing is restored, saved, deleted or "
+                "repaired here until it can be read"
+            )
 
     def counts(self, id: str, epoch: int) -> bool | None:
         """Return whether a committed checkpoint counts; None if only a damaged claim could tell."""
         if any(epoch < (claim_epoch(name) or 0) for name in self.undecided):
             return None
         return self.latest is None or self.latest.admits(id, epoch)
+
+    def _doubts(self) -> str:
+        return "; ".join(f"{FOLDER}/{name}: {self.damaged[name]}" for name in self.undecided)
 
 
 def latest_claim(root: Folder) -> Claim | None:
@@ -293,6 +312,7 @@ def temporary_epoch(name: str) -> int | None:
 def _read_claims(root: Folder, every: bool) -> Claims:
     latest: Claim | None = None
     damaged: dict[str, str] = {}
+    forbidden: set[str] = set()
     undecided: tuple[str, ...] | None = None
     folder = root / FOLDER
     names = folder.names()
@@ -312,6 +332,8 @@ def _read_claims(root: Folder, every: bool) -> Claims:
             raise
         except (ValueError, CorruptCheckpoint, StorageFailed) as error:
             damaged[claim_name(epoch)] = str(error)
+            if tells_nothing(error):
+                forbidden.add(claim_name(epoch))
             continue
         if latest is None:
             latest = claim
@@ -323,7 +345,8 @@ def _read_claims(root: Folder, every: bool) -> Claims:
                 break
     if undecided is None:
         undecided = tuple(damaged)
-    return Claims(root, latest, damaged, undecided, max(numbers, default=0), names)
+    highest = max(numbers, default=0)
+    return Claims(root, latest, damaged, undecided, frozenset(forbidden), highest, names)
 
 
 @cache

@@ -244,6 +244,7 @@ class Lease:
         """Refuse a root with checkpoints if a damaged claim might decide which of them count."""
         if not claims.undecided:
             return
+        claims.require_readable()
         if next(iter(committed(None)), None) is not None:
             claims.decided()
         for name in claims.undecided:
