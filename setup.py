@@ -104,7 +104,7 @@ EXTRAS = {
     "test": [
         "aiohttp>=3.9,<4",  # talks to the browser that shows the server's page
         "hypothesis>=6.100,<7",  # property tests
-        "import-linter>=2.16,<3",  # layers of the rooms
+        "import-linter>=2.15,<3",  # layers of the rooms
         "mypy==2.4.1",  # types; exact, since another version finds other errors
         "packaging>=23",  # compares version requirements in the tests
         "pytest>=8.3,<10",  # the test runner
