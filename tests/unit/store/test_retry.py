@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import pickle
 from typing import cast
@@ -53,6 +54,7 @@ def of_s3(status: int) -> OSError:
 
 TRANSIENT = [
     TimeoutError("slow"),
+    asyncio.TimeoutError("slow"),  # another one on Python 3.10
     ConnectionResetError("gone"),
     OSError(errno.EBUSY, "SlowDown"),
     OSError(errno.EREMOTEIO, "InternalError"),
