@@ -100,6 +100,8 @@ EXTRAS = {
         "mkdocs>=1.6,<2",  # the documentation site
         "mkdocs-material>=9.5,<10",  # how it looks
         "mkdocstrings-python>=1.12,<3",  # the API's pages, from docstrings
+        # What highlights its code; mkdocstrings for Python 3.10 can't use later ones.
+        "pymdown-extensions<12; python_version < '3.11'",
     ],
     "test": [
         "aiohttp>=3.9,<4",  # talks to the browser that shows the server's page

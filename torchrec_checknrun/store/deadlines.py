@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_some
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -210,11 +211,9 @@ class Patience:
                 left = call.heard + limit - time.monotonic()
                 if left <= 0:
                     raise self._silent(what, limit)
-                try:
-                    future.exception(min(left, _LOOK_SECONDS))
-                except TimeoutError:
-                    if progress() != last:
-                        last, call.heard = progress(), time.monotonic()
+                wait_for_some([future], min(left, _LOOK_SECONDS))
+                if progress() != last:
+                    last, call.heard = progress(), time.monotonic()
         self.beat()
         return future.result()
 

@@ -42,12 +42,13 @@ _ERRNOS = frozenset(
     }
 )
 _STATUS = frozenset({408, 429, 500, 502, 503, 504})
-# Classes of botocore, aiohttp and requests, by name: these packages may not be installed.
+# Classes of botocore, aiohttp, requests and asyncio, by name: these packages may not be installed.
 _NAMES = frozenset(
     {
         *("HTTPClientError", "ConnectionError", "ResponseStreamingError"),
         *("ResponseParserError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead"),
         *("ServerTimeoutError", "ChunkedEncodingError"),
+        "TimeoutError",  # asyncio's, which fsspec raises: on Python 3.10 another than the built-in
     }
 )
 _REMEDIES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import pickle
 
@@ -37,6 +38,7 @@ class WithStatus(Exception):
 
 TRANSIENT = [
     TimeoutError("slow"),
+    asyncio.TimeoutError("slow"),  # another one on Python 3.10
     ConnectionResetError("gone"),
     OSError(errno.EBUSY, "SlowDown"),
     OSError(errno.EREMOTEIO, "InternalError"),
