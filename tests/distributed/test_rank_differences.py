@@ -111,9 +111,31 @@ def test_parameters_that_differ(workers: Workers, tmp_path: Path) -> None:
     (zero, told), (one, nothing) = workers(2).run(own_parameters, root=str(tmp_path / "root"))
     assert zero == one == [7.0]
     assert nothing == []
-    (text,) = told
+    text, of_buffers = told
     assert re.search(r"rank 0 and rank 1: out\.bias\. Rank 0's", text)
     assert "running" not in text
+    assert "buffers differ between rank 0 and rank 1: norm.running_mean" in of_buffers
+
+
+def warnings_of_buffers(root: str, declared: bool) -> list[str]:
+    """Save twice with buffers that differ between ranks."""
+    job = NormalizedJob()
+    own = STATISTICS if declared else ()
+    with warnings_said() as told, job.checkpointer(root, per_rank_buffers=own) as saver:
+        for _ in range(2):
+            job.train()
+            saver.step()
+            saver.save()
+    return [text for text in told if "differ" in text]
+
+
+def test_buffers_that_differ_are_told_once(workers: Workers, tmp_path: Path) -> None:
+    run = workers(2).run
+    (text,), nothing = run(warnings_of_buffers, root=str(tmp_path / "root"), declared=False)
+    assert nothing == []
+    assert "buffers differ between rank 0 and rank 1: norm.running_mean, norm.running_var" in text
+    assert 'per_rank_buffers=["…"]' in text
+    assert run(warnings_of_buffers, root=str(tmp_path / "own"), declared=True) == [[], []]
 
 
 class Count(nn.Module):
@@ -148,7 +170,7 @@ def metric_of_a_model(root: str) -> list[Any]:
 def test_metrics_in_a_model(workers: Workers, tmp_path: Path) -> None:
     (zero, told), (one, nothing) = workers(2).run(metric_of_a_model, root=str(tmp_path / "root"))
     assert (zero, one, nothing) == (7.0, 8.0, [])
-    (text,) = told
+    text, _ = told
     assert "rank 0 and rank 1: count.total. Rank 0's" in text
     assert "Metrics, which count on each rank, are given as state objects as well" in text
 

@@ -6,8 +6,10 @@ dense optimizer keeps its state, under other names.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, TypeGuard
 
 import torch
@@ -28,6 +30,13 @@ from torchrec_checknrun.dense.tree import (
     is_partitioned,
     names_table,
 )
+
+_DEEPEST = 5
+"""Levels of objects, attributes and containers that are searched for schedulers."""
+_MOST_ITEMS = 1000
+"""The largest container that is searched for schedulers: larger ones are data."""
+_WITHOUT_SCHEDULES = (nn.Module, torch.Tensor, ModuleType, type)
+"""Types of values that are not searched for schedulers."""
 
 
 def is_known(state: object) -> TypeGuard[Optimizer]:
@@ -179,24 +188,60 @@ def unsaved_hooks(model: nn.Module, states: Iterable[object]) -> set[str]:
     }
 
 
-def unsaved_schedules(states: Iterable[object]) -> set[str]:
-    """Return the kinds of optimizers that a learning rate scheduler of torch's follows, unless a
-    state object is or holds a scheduler.
+def unsaved_schedules(states: Iterable[object]) -> set[tuple[str, str]]:
+    """Return the kinds of learning rate schedulers of torch's that follow an optimizer among state
+    objects, each with the optimizer's kind, and that no state object is or holds.
+
+    An optimizer doesn't know what follows it, so all objects of the process are looked at.
     """
     objects = tuple(states)
-    held = [value for state in objects for value in (state, *attributes(state).values())]
-    inside = [value for each in held for value in _items(each)]
-    if any(isinstance(value, LRScheduler) for value in (*held, *inside)):
-        return set()
-    return {
-        type(node.optimizer).__name__
+    followed = {
+        id(node.optimizer): type(node.optimizer).__name__
         for state in objects
         for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
-        if hasattr(getattr(node.optimizer, "step", None), "_wrapped_by_lr_sched")
+    }
+    kept = set(map(id, _held_schedules(objects)))
+
+    def others() -> list[Any]:
+        return [
+            value
+            for value in gc.get_objects()
+            if issubclass(type(value), LRScheduler)
+            and id(value) not in kept
+            and id(getattr(value, "optimizer", None)) in followed
+        ]
+
+    if not others():  # most times; a collection takes longer
+        return set()
+    gc.collect()  # of one that the program has dropped
+    lost = others()
+    parts = {id(part) for value in lost for part in getattr(value, "_schedulers", ())}
+    return {
+        (type(value).__name__, followed[id(value.optimizer)])
+        for value in lost
+        if id(value) not in parts
     }
 
 
-def _items(value: object) -> Iterable[object]:
+def _held_schedules(objects: Iterable[object]) -> Iterator[LRScheduler]:
+    """Yield the schedulers that objects are or hold, in attributes and containers of these."""
+    seen: set[int] = set()
+    found = [value for each in objects for value in (each, *attributes(each).values())]
+    for _ in range(_DEEPEST):
+        new = {id(value): value for value in found if id(value) not in seen}
+        seen |= new.keys()
+        yield from (value for value in new.values() if isinstance(value, LRScheduler))
+        found = [item for value in new.values() for item in _parts_of(value)]
+
+
+def _parts_of(value: object) -> Iterable[object]:
+    if isinstance(value, _WITHOUT_SCHEDULES):
+        return ()
+    items = _items(value)
+    return (*attributes(value).values(), *(items if len(items) <= _MOST_ITEMS else ()))
+
+
+def _items(value: object) -> Collection[object]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, (list, tuple)) else ()

@@ -305,12 +305,13 @@ def _warn_of_hooks(model: nn.Module, states: Mapping[str, Stateful]) -> None:
 
 def _warn_of_schedules(states: Mapping[str, Stateful]) -> None:
     """Warn of learning rate schedulers whose position would be lost."""
-    for kind in sorted(unsaved_schedules(states.values())):
+    for schedule, optimizer in sorted(unsaved_schedules(states.values())):
         logger.warning(
-            "a learning rate scheduler follows the %s, and no state object is or holds one: unless "
-            "another one saves it, a restored run begins the schedule anew, and sets other rates. "
-            'Give it: state={"schedule": scheduler}',
-            kind,
+            "a learning rate scheduler, a %s, follows the %s, and no state object is or holds it: "
+            "unless another one saves it, a restored run begins the schedule anew, and sets other "
+            'rates. Give it: state={"schedule": scheduler}',
+            schedule,
+            optimizer,
         )
 
 

@@ -134,22 +134,33 @@ class RankDifferences:
         return listed(sorted(apart)), ranks_text(sorted({r for of in apart.values() for r in of}))
 
     def _warn(self, name: str, held: Held) -> None:
-        """Warn once of a model's differing parameters; buffers may differ."""
+        """Warn once of a model's differing parameters, and once of its differing buffers."""
         first, others, values = self._compare(name, held)
+        buffers = [value for value in values if value in self.buffers]
         parameters = [value for value in values if value not in self.buffers]
-        if (values and not parameters) or name in self.told:
-            return
-        self.told.add(name)
-        logger.warning(
-            "dense parameters differ between rank %d and %s: %s. Rank %d's are stored and restored "
-            "on all ranks; broadcast them before training, or wrap their module with "
-            "DistributedDataParallel. Metrics, which count on each rank, are given as state "
-            'objects as well, state={"metrics": PerRank(metrics)}',
-            first,
-            ranks_text(others),
-            listed(parameters) or "not among the first of them",
-            first,
-        )
+        if (parameters or not values) and name not in self.told:
+            self.told.add(name)
+            logger.warning(
+                "dense parameters differ between rank %d and %s: %s. Rank %d's are stored and "
+                "restored on all ranks; broadcast them before training, or wrap their module with "
+                "DistributedDataParallel. Metrics, which count on each rank, are given as state "
+                'objects as well, state={"metrics": PerRank(metrics)}',
+                first,
+                ranks_text(others),
+                listed(parameters) or "not among the first of them",
+                first,
+            )
+        if buffers and (told := f"buffers of {name}") not in self.told:
+            self.told.add(told)
+            logger.warning(
+                "buffers differ between rank %d and %s: %s. Rank %d's are stored and restored on "
+                'all ranks; with per_rank_buffers=["…"], patterns over their names, each rank '
+                "keeps its own",
+                first,
+                ranks_text(others),
+                listed(buffers),
+                first,
+            )
 
     def _warn_of_wrappers(self, name: str, held: Held) -> None:
         """Warn once of an optimizer's wrappers that hold other values on other ranks."""

@@ -335,37 +335,3 @@ def test_another_optimizer_is_refused_all_the_same(tmp_path: Path) -> None:
     first.saver.close()
     with pytest.raises(IncompatibleCheckpoint):
         make(lambda p: optim.Adam(p, lr=RATE))
-
-
-def test_a_schedule_that_is_not_given_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    layer = nn.Linear(2, 2)
-    optimizer = optim.SGD(layer.parameters(), lr=RATE)
-
-    def told(**states: Any) -> list[str]:
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            Checkpointer(tmp_path, model=layer, state={"mine": optimizer, **states}).close()
-        return [line for line in caplog.messages if "learning rate scheduler" in line]
-
-    assert told() == []
-    schedule = StepLR(optimizer, 1)
-    assert len(told()) == 1
-    assert "follows the SGD" in told()[0]
-    assert told(schedule=schedule) == []
-    assert told(schedules=Held([schedule])) == []
-
-
-class Held:
-    """An object that holds schedules, as accelerate's and ignite's do."""
-
-    def __init__(self, schedules: list[StepLR]) -> None:
-        self.schedules = schedules
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"all": [schedule.state_dict() for schedule in self.schedules]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for schedule, content in zip(self.schedules, state["all"], strict=True):
-            schedule.load_state_dict(content)

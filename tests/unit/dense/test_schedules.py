@@ -1,0 +1,87 @@
+"""Learning rate schedulers that follow a given optimizer, and that no state object is or holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn, optim
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlateau, StepLR
+
+from tests.crash.save_sweep import alone
+from torchrec_checknrun import Checkpointer
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    with alone():
+        yield
+
+
+@pytest.fixture
+def told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """What a Checkpointer with these state objects says of schedulers."""
+
+    def of(**states: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            Checkpointer(tmp_path, model=nn.Linear(1, 1), state=states).close()
+        return [line for line in caplog.messages if "learning rate scheduler" in line]
+
+    return of
+
+
+def sgd() -> optim.SGD:
+    return optim.SGD(nn.Linear(2, 2).parameters(), lr=0.03)
+
+
+def test_a_schedule_that_is_not_given_is_told(told: Callable[..., list[str]]) -> None:
+    optimizer = sgd()
+    assert told(mine=optimizer) == []
+    schedule = StepLR(optimizer, 1)
+    assert len(told(mine=optimizer)) == 1
+    assert "a StepLR, follows the SGD" in told(mine=optimizer)[0]
+    assert told(mine=optimizer, schedule=schedule) == []
+    assert told(mine=optimizer, schedules=Held([schedule])) == []
+    assert told(mine=optimizer, trainer=Held([Held([schedule])])) == []
+
+
+@pytest.mark.parametrize(
+    "make", [lambda o: ExponentialLR(o, 0.9), ReduceLROnPlateau], ids=["chainable", "plateau"]
+)
+def test_another_schedule_that_is_given_hides_none(
+    make: Callable[[optim.Optimizer], LRScheduler], told: Callable[..., list[str]]
+) -> None:
+    optimizer, other = sgd(), sgd()
+    given, left = StepLR(optimizer, 1), make(optimizer)
+    assert [type(left).__name__ in line for line in told(mine=optimizer, given=given)] == [True]
+    assert told(mine=optimizer, given=given, left=left) == []
+    left = make(other)
+    assert len(told(mine=optimizer, other=other, given=given)) == 1
+    assert told(mine=optimizer, given=given) == []  # whoever gives no optimizer saves it elsewhere
+
+
+def test_parts_of_a_schedule_go_with_it(told: Callable[..., list[str]]) -> None:
+    optimizer = sgd()
+    parts = [lr_scheduler.LinearLR(optimizer), StepLR(optimizer, 2)]
+    schedule = lr_scheduler.SequentialLR(optimizer, parts, [3])
+    assert ["SequentialLR" in line for line in told(mine=optimizer)] == [True]
+    assert told(mine=optimizer, schedule=schedule) == []
+
+
+class Held:
+    """An object that holds schedules, as accelerate's and ignite's do."""
+
+    def __init__(self, schedules: list[Any]) -> None:
+        self.schedules = schedules
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": [schedule.state_dict() for schedule in self.schedules]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for schedule, content in zip(self.schedules, state["all"], strict=True):
+            schedule.load_state_dict(content)
