@@ -31,6 +31,7 @@ from torchrec_checknrun.store.folder import Folder
 
 VISIBLE_SECONDS = 10.0
 """How long a file that rank 0 has seen may take to appear on this machine."""
+_READS = 2
 _LOOK_SECONDS = 0.25
 """The pause between two looks for such a file."""
 
@@ -77,8 +78,8 @@ def read_indexes(
         where = f"{folder}/{file.name}"
         _check_layout(file, where)
         data = bytearray(file.index_length)
-        _fill(folder, memoryview(data), file.name, file.index_offset, visible_seconds)
-        checksum = xxhash.xxh3_64_hexdigest(data)
+        wanted = file.index_offset, file.index_checksum
+        _, checksum = _checked(folder, memoryview(data), file.name, *wanted, visible_seconds)
         if checksum != file.index_checksum:
             raise CorruptCheckpoint(
                 f"{where}: the index at {file.index_offset} has checksum {checksum}, the manifest "
@@ -99,6 +100,27 @@ def _check_layout(file: RankFile, where: str) -> None:
             f"{where}: an index of {file.index_length} bytes at {file.index_offset} and a footer "
             f"don't end a file of {file.size} bytes, or the index exceeds {INDEX_BYTES} bytes"
         )
+
+
+def _checked(
+    folder: Folder,
+    memory: memoryview,
+    name: str,
+    offset: int,
+    checksum: str,
+    visible_seconds: float,
+) -> tuple[int, str]:
+    """Fill memory as ``_fill``; return the number of bytes, and their checksum.
+
+    Bytes with another checksum than the wanted one are read again: they may have been damaged on
+    their way, and a run would abandon the checkpoint.
+    """
+    for _ in range(_READS):
+        count = _fill(folder, memory, name, offset, visible_seconds)
+        found = xxhash.xxh3_64_hexdigest(memory[:count])
+        if found == checksum or count < len(memory):
+            break
+    return count, found
 
 
 def _fill(
@@ -235,8 +257,8 @@ def _read_payload(
                 "memory for"
             ) from None
     data = memory[:length]
-    count = _fill(folder, data, chunk.file, entry.offset, visible_seconds)
-    checksum = xxhash.xxh3_64_hexdigest(data[:count])
+    wanted = entry.offset, entry.checksum
+    count, checksum = _checked(folder, data, chunk.file, *wanted, visible_seconds)
     if count != length or checksum != entry.checksum:
         raise CorruptCheckpoint(
             f"{folder}/{chunk.file} at offset {entry.offset}: {count} bytes with checksum "

@@ -187,13 +187,26 @@ def files_problem(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
     return None
 
 
+def sizes_of(root: Folder, manifest: Manifest) -> dict[str, int]:
+    """Return the sizes of the files in a checkpoint's directory, by name. A rank file that a
+    listing lacks is looked for by itself: some stores' listings lag behind.
+    """
+    sizes = root.sizes(manifest.id)
+    for file in manifest.files:
+        if file.name not in sizes:
+            if (size := (root / manifest.id).size(file.name)) is None:
+                break
+            sizes[file.name] = size
+    return sizes
+
+
 def check_sizes(root: Folder, manifest: Manifest) -> None:
     """Check that a checkpoint's files exist and have their sizes.
 
     Raises:
         CorruptCheckpoint: names the file.
     """
-    problem = files_problem(manifest, root.sizes(manifest.id))
+    problem = files_problem(manifest, sizes_of(root, manifest))
     if problem is not None:
         raise CorruptCheckpoint(f"{root}/{manifest.id}/{problem}")
 

@@ -221,15 +221,23 @@ def _fits(name: str, sequence: int) -> bool:
 
 
 def _parse(root: Folder, name: str) -> Manifest:
-    """Read a manifest as ``read_manifest``, but accept a copy of another checkpoint's."""
+    """Read a manifest as ``read_manifest``, but accept a copy of another checkpoint's. One that
+    seems damaged is read again: it may have been on its way, and a run would abandon it.
+    """
+    where = f"{root}/{name}/{MANIFEST_NAME}"
     try:
         data = _read_small(root, name)
+        try:
+            return parse_manifest(data, where)
+        except CorruptCheckpoint:
+            if (again := _read_small(root, name)) == data:
+                raise
+            return parse_manifest(again, where)
     except FileNotFoundError:
         raise CheckpointNotFound(
             f"no committed checkpoint {name!r} in {root} (no {MANIFEST_NAME}): its "
             "save was interrupted, or the name or the root is wrong"
         ) from None
-    return parse_manifest(data, f"{root}/{name}/{MANIFEST_NAME}")
 
 
 def _read_small(root: Folder, name: str) -> bytes:

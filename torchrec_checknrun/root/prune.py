@@ -22,8 +22,8 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
-from torchrec_checknrun.root.chain import files_problem
-from torchrec_checknrun.root.checkpoints import Listing, committed, read_manifest
+from torchrec_checknrun.root.chain import files_problem, sizes_of
+from torchrec_checknrun.root.checkpoints import Listing, committed, has_manifest, read_manifest
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
 from torchrec_checknrun.root.deletion import (
     Deletion,
@@ -349,8 +349,8 @@ def _look(
     pinned, damaged, gone = set[str](), set[str](), set[str]()
     temporary: list[tuple[str, str]] = []
     for manifest in found:
-        files = (root / manifest.id).sizes()
-        if MANIFEST_NAME not in files:
+        files = sizes_of(root, manifest)
+        if MANIFEST_NAME not in files and not has_manifest(root, manifest.id):
             gone.add(manifest.id)
             continue
         if is_pinned(root / manifest.id):

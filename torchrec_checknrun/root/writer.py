@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, RootInUse, SaveFailed
 from torchrec_checknrun.format.manifest import Link, Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, sequence_of
-from torchrec_checknrun.root.chain import Chain, files_problem, parent_among
+from torchrec_checknrun.root.chain import Chain, files_problem, parent_among, sizes_of
 from torchrec_checknrun.root.checkpoints import (
     Listing,
     committed,
+    has_manifest,
     highest_sequence,
     read_manifest,
 )
@@ -264,8 +265,9 @@ class RootWriter:
             self._lease.release()
 
     def _is_whole(self, manifest: Manifest) -> bool:
-        sizes = self._root.sizes(manifest.id)
-        return MANIFEST_NAME in sizes and files_problem(manifest, sizes) is None
+        sizes = sizes_of(self._root, manifest)
+        there = MANIFEST_NAME in sizes or has_manifest(self._root, manifest.id)
+        return there and files_problem(manifest, sizes) is None
 
     def _chain(self, parent: Link | None) -> list[Manifest]:
         """Return what a checkpoint with this parent builds on in the lineage, newest first."""
@@ -339,12 +341,12 @@ def commit(
     """
     for check in before:
         check()
-    _require_files(folder, manifest, "while it was written")
+    _require_files(root, manifest, "while it was written")
     data = manifest.to_bytes()
     folder.put(MANIFEST_NAME, data, new=True)
     note_number(root, manifest.sequence)
     # Between the last look and the put this process may have been stopped for hours.
-    _require_files(folder, manifest, "while it was committed")
+    _require_files(root, manifest, "while it was committed")
     if folder.read(MANIFEST_NAME) != data:
         raise SaveFailed(f"{folder}/{MANIFEST_NAME} is not the one written here")
     if after is not None:
@@ -358,18 +360,18 @@ def commit(
         )
 
 
-def _require_files(folder: Folder, manifest: Manifest, when: str) -> None:
+def _require_files(root: Folder, manifest: Manifest, when: str) -> None:
     """Check that the files still have their sizes.
 
     Raises:
         SaveFailed: files are gone, which somebody may have taken for leftovers.
     """
     try:
-        problem = files_problem(manifest, folder.sizes())
+        problem = files_problem(manifest, sizes_of(root, manifest))
     except CorruptCheckpoint as error:
         problem = str(error)
     if problem is not None:
         raise SaveFailed(
-            f"files of {manifest.id} went away {when}: {folder}: {problem}. Leave deleting to "
+            f"files of {root}/{manifest.id} went away {when}: {problem}. Leave deleting to "
             "`retention` or `checknrun prune`"
         )
