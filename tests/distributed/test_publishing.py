@@ -145,7 +145,7 @@ def dies(root: str, spec: dict[str, Any], plan: Plan, lives: int) -> None:
             saver.publish()
 
 
-def _die(proposal: object) -> None:
+def _die(proposal: object, hidden: bool = False) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

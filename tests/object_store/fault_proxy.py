@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 from urllib.parse import urlparse
 
-Fault = Literal["500", "503", "slow", "cut", "lost answer", "silence"]
+Fault = Literal["429", "500", "502", "503", "504", "slow", "cut", "lost answer", "silence"]
 Choose = Callable[[str, str], Fault | None]
 """Choose the fault of a request, from its method and path."""
 
@@ -63,7 +63,7 @@ class FaultProxy:
         self.requests.append((method, request.path))
         fault = self.choose(method, request.path)
         self.faults += fault is not None
-        if fault in ("500", "503"):
+        if fault is not None and fault.isdigit():
             self._refuse(request, int(fault))
             return
         if fault == "silence":
@@ -106,10 +106,11 @@ class FaultProxy:
             connection.close()
 
     def _refuse(self, request: BaseHTTPRequestHandler, status: int) -> None:
-        code = {500: "InternalError", 503: "SlowDown"}[status]
-        data = f"<Error><Code>{code}</Code><Message>by the test</Message></Error>".encode()
+        data = b"<html>by a load balancer before the store</html>"
+        if code := {500: "InternalError", 503: "SlowDown"}.get(status):
+            data = f"<Error><Code>{code}</Code><Message>by the test</Message></Error>".encode()
         request.send_response(status)
-        request.send_header("Content-Type", "application/xml")
+        request.send_header("Content-Type", "application/xml" if code else "text/html")
         request.send_header("Content-Length", str(len(data)))
         request.end_headers()
         if request.command != "HEAD":

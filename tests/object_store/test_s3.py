@@ -17,7 +17,7 @@ from tests.object_store.fault_proxy import Fault, FaultProxy
 from tests.object_store.server import SECRET, Server
 from tests.unit.chains import Part, apply_in_order, make_shards, restore, same_bits, write
 from torchrec_checknrun.compaction.compact import compact
-from torchrec_checknrun.errors import RootInUse, StorageFailed
+from torchrec_checknrun.errors import RootInUse, StorageFailed, StorageUnreachable
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed
@@ -267,6 +267,20 @@ def test_a_fault_that_lasts(
     chain, _ = newest(root)
     assert chain is not None
     assert chain.head.id == head.id
+
+
+@pytest.mark.parametrize("fault", some_of(["429", "502", "504"], 0, 1))
+def test_an_unanswered_read_is_no_damage(
+    through: tuple[str, FaultProxy], monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """A run that passed its newest checkpoint over would abandon it."""
+    bucket, proxy = through
+    root = Folder(f"{bucket}/run")
+    head = fill(root)
+    monkeypatch.setenv("CHECKNRUN_RETRY_SECONDS", "0.1")
+    proxy.choose = lambda method, path: fault if f"{head.id}/manifest" in path else None
+    with pytest.raises(StorageUnreachable, match=rf"{head.id}/manifest.json: the storage didn't"):
+        newest(root, resumes=True)
 
 
 @pytest.mark.parametrize("when", ["writing", pytest.param("restoring", marks=pytest.mark.slow)])

@@ -197,8 +197,11 @@ class RootWriter:
             self._sequence = None  # looked for again
             raise
 
-    def before_commit(self, proposal: Proposal) -> None:
+    def before_commit(self, proposal: Proposal, hidden: bool = False) -> None:
         """Check in the background, right before a commit, that the checkpoint will be usable.
+
+        Args:
+            hidden: newer ones may hide it, since it is only to be built on.
 
         Raises:
             RootInUse: the root was taken over.
@@ -223,7 +226,7 @@ class RootWriter:
             )
         # In its own directory, which was empty, nobody else has committed: ``put`` would refuse.
         others = (name for name in listing.names if name != proposal.id)
-        if (newer := self._taken(listing.only(others), sequence)) is not None:
+        if not hidden and (newer := self._taken(listing.only(others), sequence)) is not None:
             self._sequence = None
             raise SaveFailed(
                 f"{newer} was committed to {self._root} meanwhile, with a sequence number that "

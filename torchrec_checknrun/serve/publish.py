@@ -223,6 +223,7 @@ class _Copying:
         self._quantization = Quantization()
         if self.bits is not None:
             self._quantization = Quantization(bits=self.bits, method="asymmetric")
+        self._held = self.lineage.previous
         chunks = (chunk for of_one in self.content.chunks for chunk in of_one)
         self._whole = sum(chunk.entry.length for chunk in chunks)
 
@@ -233,6 +234,7 @@ class _Copying:
             IncompatibleCheckpoint: the target holds newer publications of another run.
         """
         manifest = self.content.chain.manifests[place]
+        hidden = self._is_hidden(manifest)
         proposal = self._proposal(manifest)
         folder = self.into / proposal.id
         folder.create(durable=True)
@@ -259,23 +261,35 @@ class _Copying:
             self.into,
             folder,
             published,
-            before=[partial(self.writer.before_commit, proposal)],
+            before=[partial(self.writer.before_commit, proposal, hidden)],
             after=partial(self.writer.after_commit, proposal),
         )
         self.lineage.committed(published)
         self.copies[manifest.id] = published
         return published
 
+    def _is_hidden(self, manifest: Manifest) -> bool:
+        """Return whether the target held a newer publication of the run: a compacted copy, or what
+        a fork has left. The checkpoint is published for those that build on it.
+
+        Raises:
+            IncompatibleCheckpoint: the target holds newer publications of another run.
+        """
+        held, chain = self._held, self.content.chain
+        if held is None or held.sequence < manifest.sequence:
+            return False
+        of_the_run = held.lineage in {each.lineage for each in chain.manifests}
+        if not of_the_run or held.sequence >= chain.head.sequence:
+            raise IncompatibleCheckpoint(
+                f"{self.into} holds {held.id}, which is no older than {manifest.id}: it is of "
+                "another run. Publish to another folder"
+            )
+        return True
+
     def _proposal(self, manifest: Manifest) -> Proposal:
         parent = None
         if manifest.parent is not None:
             parent = self.copies[manifest.parent.id].link
-        before = self.lineage.previous
-        if before is not None and before.sequence >= manifest.sequence:
-            raise IncompatibleCheckpoint(
-                f"{self.into} holds {before.id}, which is no older than {manifest.id}: it is of "
-                "another run. Publish to another folder"
-            )
         link = manifest.previous
         previous = None if link is None else self.copies.get(link.id)
         header = Header(

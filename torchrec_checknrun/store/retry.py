@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from tenacity import (
@@ -42,6 +42,8 @@ _ERRNOS = frozenset(
     }
 )
 _STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_S3_STATUS = _STATUS | {409}
+"""Of S3 alone 409 passes: two conditional puts have met. Elsewhere it tells that a file exists."""
 # Classes of botocore, aiohttp, requests and asyncio, by name: these packages may not be installed.
 _NAMES = frozenset(
     {
@@ -62,8 +64,12 @@ _REMEDIES = {
     errno.ENFILE: "this machine has too many files open: raise its limit (fs.file-max)",
     errno.ENOMEM: "this machine has too little memory left: give it more, or use less",
 }
-_OF_THE_READER = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""What is wrong with a process that reads, not with what it reads."""
+_REFUSED = errno.EREMOTEIO
+"""The error number of a refusal of S3's that has no other meaning here."""
+_OF_THE_READER = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, _REFUSED}
+)
+"""What is wrong with a process that reads, or with its request, not with what it reads."""
 _USER = re.compile(r"""(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://)[^\s/?#"'<>]*@""", re.IGNORECASE)
 
 
@@ -84,7 +90,22 @@ def is_transient(error: BaseException) -> bool:
     for name in ("status", "status_code", "code"):
         if getattr(error, name, None) in _STATUS:
             return True
+    if _s3_status(error) in _S3_STATUS:
+        return True
     return any(kind.__name__ in _NAMES for kind in type(error).__mro__)
+
+
+def _s3_status(error: BaseException) -> int | None:
+    """Return the HTTP status of a refusal of S3's; None for other errors.
+
+    s3fs knows the codes of AWS itself, and makes an input/output error of all others, such as those
+    of the load balancers before a store.
+    """
+    response = getattr(error.__cause__, "response", None)
+    if not isinstance(response, Mapping):
+        return None
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status if isinstance(status, int) else None
 
 
 def tells_nothing(error: BaseException) -> bool:
@@ -153,6 +174,8 @@ def storage_failed(error: Exception, what: str) -> Exception:
     if number is None and isinstance(error, PermissionError):
         number = errno.EACCES
     kind, remedy = StorageFailed, _REMEDIES.get(number or 0)
+    if remedy is None and _s3_status(error) is not None:
+        number = _REFUSED
     if remedy is None and "NoCredentials" in type(error).__name__:
         remedy = _REMEDIES[errno.EACCES]
     if remedy is None and is_transient(error):

@@ -140,6 +140,24 @@ def test_what_the_run_goes_through(roots: tuple[Path, Path]) -> None:
     job.saver.close()
 
 
+def test_a_baseline_that_only_a_copy_was_published_of(roots: tuple[Path, Path]) -> None:
+    """The run goes on from the full checkpoint, not from the copy: its followers get that, too."""
+    job = trained(roots[0], policy=OneShot())
+    compact(roots[0])
+    follower = Follower(roots[1], quantized(Net(), 4))
+    assert len(publish(roots[0], roots[1]).published) == 1
+    for step, added in ((4, 2), (5, 1)):
+        job.train(step)
+        job.save()
+        assert len(publish(roots[0], roots[1]).published) == added
+        version = follower.poll()
+        assert version is not None
+        assert (version.step, version.error) == (step, None)
+        assert differences(follower, quantized(restored(roots[0]), 4)) == []
+    assert all(not found.problems for found in verify(roots[1]))
+    job.saver.close()
+
+
 def test_targets_that_are_refused(roots: tuple[Path, Path], tmp_path: Path) -> None:
     job = trained(roots[0])
     publish(roots[0], roots[1], bits=8)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import pickle
+from typing import cast
 
 import pytest
 
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed, StorageFailed, StorageUnreachable
 from torchrec_checknrun.store import retry
-from torchrec_checknrun.store.retry import is_transient, masked, retrying
+from torchrec_checknrun.store.retry import is_transient, masked, retrying, tells_nothing
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,21 @@ class WithStatus(Exception):
         self.status = status
 
 
+class ClientError(Exception):
+    """An error like botocore's."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"a code that s3fs doesn't know, of {status}")
+        self.response = {"Error": {}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+def of_s3(status: int) -> OSError:
+    """Make the error that s3fs raises for an answer of a code that it doesn't know."""
+    error = OSError(errno.EIO, f"An error occurred ({status})")
+    error.__cause__ = ClientError(status)
+    return error
+
+
 TRANSIENT = [
     TimeoutError("slow"),
     asyncio.TimeoutError("slow"),  # another one on Python 3.10
@@ -47,6 +63,7 @@ TRANSIENT = [
     EndpointConnectionError("no route"),
     WithStatus(503),
     WithStatus(429),
+    *map(of_s3, (408, 409, 429, 500, 502, 503, 504)),
 ]
 LASTING = [
     OSError(errno.ENOSPC, "No space left on device"),
@@ -55,6 +72,8 @@ LASTING = [
     OSError(errno.EIO, "Input/output error"),
     PermissionError("AccessDenied"),
     WithStatus(403),
+    WithStatus(409),
+    of_s3(400),
     ValueError("something else"),
 ]
 
@@ -88,6 +107,18 @@ def test_lasting_errors_fail_at_once(error: Exception) -> None:
     assert len(tried) == 1
     assert type(caught.value) is StorageFailed
     assert caught.value.__cause__ is error
+
+
+def test_a_refusal_of_s3_says_nothing_of_what_was_to_be_read() -> None:
+    """An input/output error of a disk does; this holds on the other ranks, too."""
+
+    def failed(error: OSError) -> BaseException:
+        with pytest.raises(StorageFailed) as caught:
+            retrying(lambda: (_ for _ in ()).throw(error), "reading x")
+        return cast("BaseException", pickle.loads(pickle.dumps(caught.value)))
+
+    assert tells_nothing(failed(of_s3(400)))
+    assert not tells_nothing(failed(OSError(errno.EIO, "Input/output error")))
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("x"), FileExistsError("x"), SaveFailed("x")])
