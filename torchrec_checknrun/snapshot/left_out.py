@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from torchrec_checknrun.dense.tree import attributes
 from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.values.dense import is_dense
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -51,7 +54,7 @@ class LeftOut:
         self._modules = list(_users_modules(model, states))
         self._first = self._marks()
         self._copies = {
-            key: _value(self._modules[key[0]][1], key[1]).detach().clone()
+            key: bytes(raw_bytes(_value(self._modules[key[0]][1], key[1])))
             for key, mark in self._first.items()
             if mark[0] is torch.Tensor and mark[3].numel() <= _MOST_VALUES
         }
@@ -68,13 +71,8 @@ class LeftOut:
         self._saves += 1
         if not self._modules or self._saves & (self._saves - 1):
             return
-        try:
-            moved = [key for key, mark in self._marks().items() if self._has_moved(key, mark)]
-            lost = [(at, name) for at, name in moved if not self._is_saved(at, name, saved)]
-        except Exception:  # a user's code may raise anything, and no save fails for a warning
-            logger.debug("modules could not be looked into", exc_info=True)
-            self._modules = []
-            return
+        moved = [key for key, mark in self._marks().items() if self._has_moved(key, mark)]
+        lost = [(at, name) for at, name in moved if not self._is_saved(at, name, saved)]
         for key in moved:
             del self._first[key]
         if lost:
@@ -108,25 +106,19 @@ class LeftOut:
             (written or replaced)
             and mark[3] == first[3]
             and key in self._copies  # DistributedDataParallel writes the same values again
-            and not torch.equal(self._copies[key], _value(module, name))
+            and self._copies[key] != bytes(raw_bytes(_value(module, name)))
         )
 
     def _is_saved(self, at: int, name: str, saved: Mapping[str, object]) -> bool:
-        """Return whether a value is saved all the same: by a state dict of the module's own form,
-        or by a state object that gives it under its name.
-        """
-        module = self._modules[at][1]
-        value, last = _value(module, name), name.rpartition(".")[2]
-        number = type(value) in _NUMBERS
-        own = {} if _is_plain(module) else module.state_dict()
-        given = [leaf for _, leaf in _leaves(own) if leaf is value or type(leaf) in _NUMBERS]
-        if any(leaf is value or (number and leaf == value) for leaf in given):
-            return True
-        return any(
-            key.rpartition(".")[2] == last and (not number or _equals(leaf, value))
-            for state in (own, *saved.values())
-            for key, leaf in _leaves(state)
-        )
+        """Return whether a state has a value under its name, or a module's extra state has it."""
+        value, last = _value(self._modules[at][1], name), name.rpartition(".")[2]
+        for path, leaf in chain.from_iterable(map(_leaves, saved.values())):
+            equal = _equals(leaf, value)
+            named = path[-1].rpartition(".")[2] == last
+            extra = any(part.endswith(_EXTRA_STATE_KEY_SUFFIX) for part in path)
+            if (named and (equal or type(value) not in _NUMBERS)) or (extra and equal):
+                return True
+        return False
 
 
 def _users_modules(
@@ -199,31 +191,21 @@ def _value(module: nn.Module, name: str) -> Any:
     raise KeyError(name)
 
 
-def _equals(leaf: object, number: float) -> bool:
+def _equals(leaf: object, value: object) -> bool:
     if isinstance(leaf, torch.Tensor):
-        return leaf.numel() == 1 and bool(leaf.item() == number)
-    return bool(type(leaf) in _NUMBERS and leaf == number)
+        if isinstance(value, torch.Tensor):
+            return leaf.data_ptr() == value.data_ptr()
+        return type(value) in _NUMBERS and leaf.numel() == 1 and bool(leaf.item() == value)
+    return type(leaf) in _NUMBERS and type(value) in _NUMBERS and leaf == value
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module's state dict is that of its parameters and persistent buffers."""
-    kind = type(module)
-    return (
-        kind.state_dict is nn.Module.state_dict
-        and kind._save_to_state_dict is nn.Module._save_to_state_dict
-        and kind.get_extra_state is nn.Module.get_extra_state
-        and not module._state_dict_hooks
-    )
-
-
-def _leaves(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys under which a state has values, each with the value."""
+def _leaves(value: object, path: tuple[str, ...] = ("",)) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the keys under which a state has values, lists among them, each with the value."""
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _leaves(item, str(name))
-    else:
-        yield key, value
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, (Mapping, list, tuple)):
-                    yield from _leaves(item, key)
+            yield from _leaves(item, (*path, str(name)))
+        return
+    yield path, value
+    for item in value if isinstance(value, (list, tuple)) else ():
+        if isinstance(item, (Mapping, list, tuple)):
+            yield from _leaves(item, path)
