@@ -91,7 +91,7 @@ class Saver:
         self.outcomes = Outcomes(options.max_failures, options.callbacks)
         self._declared = Declared(
             target.states, frozenset(target.per_rank), target.replicated, target.buffers
-        )
+        ).watching(self._model)
         self._gradients = PendingGradients(target.states.values(), self._model)
         self.writer = RootWriter(self._root, self.lineage, options.retention)
         self._claim = RootClaim(self._root, ranks, self.writer)

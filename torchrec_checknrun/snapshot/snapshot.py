@@ -34,6 +34,7 @@ from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.shards import LocalShard, TableShape
 from torchrec_checknrun.snapshot.late_copies import LateCopies, Span, stepped_memory
+from torchrec_checknrun.snapshot.left_out import LeftOut
 from torchrec_checknrun.snapshot.replica_sample import ReplicaSample
 from torchrec_checknrun.values.state import Tree
 
@@ -221,12 +222,18 @@ class Declared:
         per_rank: names of states of which each rank has its own.
         replicated: names of states of which rank 0's is stored for all ranks.
         buffers: the model's buffers of which each rank has its own.
+        left_out: tells of values that no state dict shows; None: nothing is told.
     """
 
     states: Mapping[str, Stateful]
     per_rank: frozenset[str] = frozenset()
     replicated: frozenset[str] = frozenset()
     buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
+    left_out: LeftOut | None = None
+
+    def watching(self, model: nn.Module) -> Declared:
+        """Return the same, with a look at modules as they are now."""
+        return replace(self, left_out=LeftOut(model, self.states))
 
 
 def take_snapshot(
@@ -239,6 +246,8 @@ def take_snapshot(
         UnsupportedState, SaveFailed: see ``take_states``.
     """
     snapshot = take_states(model, tracked, declared, refreshed=True)
+    if declared.left_out is not None:
+        declared.left_out.look(snapshot.states)
     snapshot.shards, cut = take_rows(tracked, since)  # last: nothing may fail once marks are taken
     return snapshot, cut
 
@@ -338,10 +347,7 @@ def take_rows(
 
 
 def _own_part(shard: TrackedShard, cut: Cut, since: Consumer | None) -> ShardSnapshot:
-    """Select this rank's part of a shard: all of it, or a share of one that every rank has.
-
-    The rows are found when they are first asked for.
-    """
+    """Select this rank's part of a shard; the rows are found when they are first asked for."""
     local = shard.local
     selected = None if since is None else cut.selected(shard.marks, since)
     modified: Callable[[], RowSet] | None = None
@@ -381,10 +387,9 @@ def _part(modified: Callable[[], RowSet], start: int, stop: int) -> RowSet:
 def _row_memory(tensors: list[torch.Tensor]) -> int:
     """Bound the bytes that a row of a chunk takes while the chunk is saved or restored.
 
-    A row is held as the kernel has it and as it is stored, at most as fp32; and the allocator keeps
-    up to three times as much of earlier chunks, whose places don't fit again
-    (``recipes.benchmarks.memory`` measures this). A row's id is held several times as int64, or as
-    up to 32 bools of a sparse chunk's span.
+    A row is held as the kernel has it and as it is stored, at most as fp32; the allocator keeps up
+    to three times as much of earlier chunks (``recipes.benchmarks.memory``). A row's id is held
+    several times as int64, or as up to 32 bools of a sparse chunk's span.
     """
     values = sum(
         max(4, tensor.element_size()) * (tensor.shape[1] if tensor.dim() == 2 else 1)

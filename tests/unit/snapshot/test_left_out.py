@@ -1,0 +1,194 @@
+"""Values of modules that training changes and that are in no state dict are told of, once."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torchmetrics import MeanMetric
+
+from tests.crash.save_sweep import alone
+from torchrec_checknrun import Checkpointer
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    with alone():
+        yield
+
+
+class Counting(nn.Module):
+    """A module with all kinds of values that no state dict shows."""
+
+    held: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.calls, self.mean, self.losses = 0, 0.0, deque([0.0], maxlen=2)
+        self.total = torch.zeros(())
+        self.register_buffer("held", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean += 0.5
+        self.losses.append(self.mean)
+        self.total += 3
+        self.held += 1
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class Fixed(nn.Module):
+    """A module with values that don't matter: what stays, and what another one takes the place
+    of, as a cache.
+    """
+
+    cos: torch.Tensor
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.width, self.seen = 2, False
+        self.batch: int | None = None
+        self.last = torch.zeros(())
+        self.register_buffer("cos", torch.zeros(2), persistent=False)
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen, self.batch = True, len(x)
+        self.last = x.sum()
+        self.cos = torch.ones(4)
+        self.mask.copy_(self.mask.clone())  # as DistributedDataParallel broadcasts it
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class OfItsOwn(Counting):
+    """A module that puts its counter, its mean and its tensors into its state dict."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        own = {"calls": torch.tensor(self.calls), "mean": self.mean, "held": self.held}
+        destination.update({f"{prefix}{name}": value for name, value in own.items()})
+
+
+class Extra(Counting):
+    """A module with a tensor as its extra state, which the model's state dict shows."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.total
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.total = state
+
+
+class Counts:
+    """A state object that gives a module's values under their names."""
+
+    def __init__(self, module: Counting) -> None:
+        self.of = module
+
+    def state_dict(self) -> dict[str, Any]:
+        of = self.of
+        found = {"calls": of.calls, "losses": list(of.losses), "held": of.held, "total": of.total}
+        return {"over": {**found, "mean": of.mean}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+Told = Callable[..., list[str]]
+
+
+@pytest.fixture
+def told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Told:
+    """What is said of values in no state dict by saves with a module beside the model or in it."""
+
+    def of(over: Any, train: Callable[[], object], **states: Any) -> list[str]:
+        caplog.clear()
+        model = nn.ModuleDict({"over": over, "out": nn.Linear(2, 2)})
+        with (
+            caplog.at_level(logging.WARNING),
+            Checkpointer(tmp_path / "root", model=model, state=states) as saver,
+        ):
+            for _ in range(4):
+                train()
+                saver.step()
+                saver.save()
+        return [line for line in caplog.messages if "in no state dict" in line]
+
+    return of
+
+
+def call(module: nn.Module) -> Callable[[], object]:
+    return lambda: module(torch.ones(3, 2))
+
+
+def test_values_that_move_are_told_once(told: Told) -> None:
+    module = Counting()
+    (line,) = told(module, call(module))
+    names = ("calls", "mean", "losses", "total", "held")
+    assert all(f"model.over.{name}" in line for name in names)
+    assert "layer" not in line
+
+
+def test_a_value_that_moves_later_is_told(told: Told) -> None:
+    module = Counting()
+    calls = iter([lambda: None, call(module), lambda: None, lambda: None])
+    assert len(told(module, lambda: next(calls)())) == 1
+
+
+def test_modules_of_state_objects_are_looked_into(told: Told) -> None:
+    module, holder = Counting(), Counts(Counting())
+    assert "module.calls" in told(nn.Linear(2, 2), call(module), module=module)[0]
+    holder.state_dict = dict  # type: ignore[method-assign]
+    (line,) = told(nn.Linear(2, 2), call(holder.of), holder=holder)
+    assert "holder.of.calls" in line
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Fixed(),
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.1)),
+        AveragedModel(Fixed()),
+        torch.nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
+    ],
+    ids=["caches", "torch's", "averaged", "spectral norm"],
+)
+def test_what_does_not_matter_is_not_told(module: nn.Module, told: Told) -> None:
+    assert told(module, call(module)) == []
+
+
+def test_what_a_state_object_gives_is_not_told(told: Told) -> None:
+    module = Counting()
+    assert told(module, call(module), counts=Counts(module)) == []
+
+
+def test_what_a_module_gives_in_a_form_of_its_own_is_not_told(told: Told) -> None:
+    module = OfItsOwn()
+    (line,) = told(nn.Linear(2, 2), call(module), own=module)
+    assert "own.losses, own.total." in line
+
+
+def test_the_count_of_a_metric_is_told(told: Told) -> None:
+    metric = MeanMetric()
+    metric.persistent(True)
+    (line,) = told(nn.Linear(2, 2), lambda: metric.update(1.0), metric=metric)
+    assert "metric._update_count" in line
+    assert "mean_value" not in line
+
+
+def test_what_a_modules_extra_state_has_is_not_told(told: Told) -> None:
+    module = Extra()
+    (line,) = told(module, call(module))
+    assert "over.calls, model.over.mean, model.over.losses, model.over.held." in line

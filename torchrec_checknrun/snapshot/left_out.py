@@ -1,0 +1,211 @@
+"""Notice values that modules count and keep outside of their state dicts: no checkpoint holds them.
+
+A step counter in a plain attribute, a window of losses, a buffer with ``persistent=False`` that is
+written to: a restored run begins with what the program makes of these.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from torchrec_checknrun.dense.tree import attributes
+from torchrec_checknrun.ranks import listed
+from torchrec_checknrun.values.dense import is_dense
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
+
+_FRAMEWORKS = frozenset({"torch", "torchrec", "fbgemm_gpu", "torchrec_checknrun"})
+"""Packages whose modules count for themselves, and keep in their state dicts what matters."""
+_METRICS = "torchrec.metrics."
+"""TorchRec's metrics, which have windows of batches in no state dict."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+_AROUND = frozenset({"_dmp_wrapped_module", "_orig_mod", "module"})
+"""Parts of names that wrappers of DistributedModelParallel and others add."""
+_MOST_VALUES = 1 << 14
+"""The largest tensor that is looked at: larger ones are masks and tables."""
+_NUMBERS = frozenset({int, float})
+_SEQUENCES = frozenset({list, deque})
+
+Mark = tuple[Any, ...]
+"""What a value was at a look: a number, the ends of a sequence, a tensor's identity, version and
+shape.
+"""
+
+
+class LeftOut:
+    """The values of a user's modules that training moves and that no state dict shows.
+
+    Args:
+        model: the model, with all modules inside.
+        states: state objects; those that are modules are looked into, and modules that they hold.
+    """
+
+    def __init__(self, model: nn.Module, states: Mapping[str, object]) -> None:
+        self._modules = list(_users_modules(model, states))
+        self._first = self._marks()
+        self._copies = {
+            key: bytes(raw_bytes(_value(self._modules[key[0]][1], key[1])))
+            for key, mark in self._first.items()
+            if mark[0] is torch.Tensor and mark[3].numel() <= _MOST_VALUES
+        }
+        self._saves = 0
+
+    def look(self, saved: Mapping[str, object]) -> None:
+        """Warn, once for each, of values that have moved since the start; call it at each save.
+
+        Most saves are passed over: the first is looked at, the second, the fourth, the eighth …
+
+        Args:
+            saved: the states that are saved, by name.
+        """
+        self._saves += 1
+        if not self._modules or self._saves & (self._saves - 1):
+            return
+        moved = [key for key, mark in self._marks().items() if self._has_moved(key, mark)]
+        lost = [(at, name) for at, name in moved if not self._is_saved(at, name, saved)]
+        for key in moved:
+            del self._first[key]
+        if lost:
+            logger.warning(
+                "training changes values of modules that are in no state dict: %s. A restored run "
+                "begins with what the program makes of them. Where they matter, register them as "
+                "persistent buffers, or give them under their names in a state object: "
+                'state={"counts": …}',
+                listed([f"{self._modules[at][0]}.{name}" for at, name in lost]),
+            )
+
+    def _marks(self) -> dict[tuple[int, str], Mark]:
+        """Return the marks of all values, by the number of the module and the value's name."""
+        return {
+            (at, name): mark
+            for at, (_, module) in enumerate(self._modules)
+            for name, mark in _marks_of(module)
+        }
+
+    def _has_moved(self, key: tuple[int, str], mark: Mark) -> bool:
+        first = self._first.get(key)
+        if first is None or first[0] is not mark[0]:  # made later, or of another type
+            return False
+        if mark[0] is not torch.Tensor:
+            return mark[1:] != first[1:]
+        module, name = self._modules[key[0]][1], key[1]
+        # Another attribute in its place may be a mere cache; one of another size is no count.
+        written = mark[1] == first[1] and mark[2] != first[2]
+        replaced = mark[1] != first[1] and name in module._buffers
+        return (
+            (written or replaced)
+            and mark[3] == first[3]
+            and key in self._copies  # DistributedDataParallel writes the same values again
+            and self._copies[key] != bytes(raw_bytes(_value(module, name)))
+        )
+
+    def _is_saved(self, at: int, name: str, saved: Mapping[str, object]) -> bool:
+        """Return whether a state has a value under its name, or a module's extra state has it."""
+        value, last = _value(self._modules[at][1], name), name.rpartition(".")[2]
+        for path, leaf in chain.from_iterable(map(_leaves, saved.values())):
+            equal = _equals(leaf, value)
+            named = path[-1].rpartition(".")[2] == last
+            extra = any(part.endswith(_EXTRA_STATE_KEY_SUFFIX) for part in path)
+            if (named and (equal or type(value) not in _NUMBERS)) or (extra and equal):
+                return True
+        return False
+
+
+def _users_modules(
+    model: nn.Module, states: Mapping[str, object]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are of no framework's class, each once, with a name."""
+    held = [(f"{n}.{a}", v) for n, state in states.items() for a, v in attributes(state).items()]
+    seen: set[int] = set()
+    for name, root in (("model", model), *states.items(), *held):
+        for within, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            if id(module) not in seen and _is_users(type(module)):
+                parts = [part for part in within.split(".") if part not in _AROUND]
+                yield ".".join([name, *filter(None, parts)]), module
+            seen.add(id(module))
+
+
+def _is_users(kind: type) -> bool:
+    name = f"{kind.__module__}."
+    return name.startswith(_METRICS) or name.partition(".")[0] not in _FRAMEWORKS
+
+
+def _marks_of(module: nn.Module) -> Iterator[tuple[str, Mark]]:
+    for name, value in vars(module).items():
+        if name in _OF_MODULES:
+            continue
+        if type(value) is dict:  # of windows, as TorchRec's metrics have them
+            for key, item in value.items():
+                yield from _plain_marks(f"{name}.{key}.", _own_values(item))
+        else:
+            yield from _plain_marks("", ((name, value),))
+    for name in module._non_persistent_buffers_set:
+        buffer = module._buffers.get(name)
+        if type(buffer) is torch.Tensor and _is_read(buffer):
+            yield name, _mark_of(buffer)
+
+
+def _plain_marks(prefix: str, values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Mark]]:
+    for name, value in values:
+        kind = type(value)
+        if kind in _NUMBERS:
+            yield f"{prefix}{name}", (kind, value)
+        elif kind in _SEQUENCES:
+            ends = (id(value[0]), id(value[-1])) if value else ()
+            yield f"{prefix}{name}", (kind, len(value), *ends)
+        elif kind is torch.Tensor and _is_read(value):
+            yield f"{prefix}{name}", _mark_of(value)
+
+
+def _is_read(tensor: torch.Tensor) -> bool:
+    return is_dense(tensor) and not (tensor.is_meta or tensor.is_inference())
+
+
+def _mark_of(tensor: torch.Tensor) -> Mark:
+    return torch.Tensor, id(tensor), tensor._version, tensor.shape
+
+
+def _own_values(item: object) -> Iterable[tuple[str, Any]]:
+    return vars(item).items() if hasattr(item, "__dict__") and _is_users(type(item)) else ()
+
+
+def _value(module: nn.Module, name: str) -> Any:
+    if name in module._buffers:
+        return module._buffers[name]
+    if name in vars(module):
+        return vars(module)[name]
+    attribute, _, rest = name.partition(".")
+    for key, item in vars(module)[attribute].items():
+        if rest.startswith(f"{key}."):
+            return vars(item)[rest.removeprefix(f"{key}.")]
+    raise KeyError(name)
+
+
+def _equals(leaf: object, value: object) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            return leaf.data_ptr() == value.data_ptr()
+        return type(value) in _NUMBERS and leaf.numel() == 1 and bool(leaf.item() == value)
+    return type(leaf) in _NUMBERS and type(value) in _NUMBERS and leaf == value
+
+
+def _leaves(value: object, path: tuple[str, ...] = ("",)) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the keys under which a state has values, lists among them, each with the value."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, (*path, str(name)))
+        return
+    yield path, value
+    for item in value if isinstance(value, (list, tuple)) else ():
+        if isinstance(item, (Mapping, list, tuple)):
+            yield from _leaves(item, path)
