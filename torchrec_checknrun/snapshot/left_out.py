@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -51,14 +52,18 @@ class LeftOut:
     """
 
     def __init__(self, model: nn.Module, states: Mapping[str, object]) -> None:
-        self._modules = list(_users_modules(model, states))
-        self._first = self._marks()
-        self._copies = {
-            key: bytes(raw_bytes(_value(self._modules[key[0]][1], key[1])))
-            for key, mark in self._first.items()
-            if mark[0] is torch.Tensor and mark[3].numel() <= _MOST_VALUES
-        }
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._first: dict[tuple[int, str], Mark] = {}
+        self._copies: dict[tuple[int, str], bytes] = {}
         self._saves = 0
+        with self._harmless():
+            self._modules = list(_users_modules(model, states))
+            self._first = self._marks()
+            self._copies = {
+                key: bytes(raw_bytes(_value(self._modules[key[0]][1], key[1])))
+                for key, mark in self._first.items()
+                if mark[0] is torch.Tensor and mark[3].numel() <= _MOST_VALUES
+            }
 
     def look(self, saved: Mapping[str, object]) -> None:
         """Warn, once for each, of values that have moved since the start; call it at each save.
@@ -69,8 +74,20 @@ class LeftOut:
             saved: the states that are saved, by name.
         """
         self._saves += 1
-        if not self._modules or self._saves & (self._saves - 1):
-            return
+        if self._modules and not self._saves & (self._saves - 1):
+            with self._harmless():
+                self._look(saved)
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Look no more after an error: users' objects may raise any, and no save needs the look."""
+        try:
+            yield
+        except Exception:
+            self._modules = []
+            logger.warning("values outside of state dicts are not looked at", exc_info=True)
+
+    def _look(self, saved: Mapping[str, object]) -> None:
         moved = [key for key, mark in self._marks().items() if self._has_moved(key, mark)]
         lost = [(at, name) for at, name in moved if not self._is_saved(at, name, saved)]
         for key in moved:

@@ -180,6 +180,30 @@ def test_what_a_module_gives_in_a_form_of_its_own_is_not_told(told: Told) -> Non
     assert "own.losses, own.total." in line
 
 
+class Nameless:
+    """A key that has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["at the start", "later"])
+def test_an_object_that_raises_ends_the_look_alone(
+    told: Told, caplog: pytest.LogCaptureFixture, begins: bool
+) -> None:
+    module = Counting()
+    windows: dict[object, object] = {Nameless(): module} if begins else {"losses": module}
+    vars(module)["windows"] = windows
+
+    def train() -> None:
+        module(torch.ones(3, 2))
+        windows[Nameless()] = module
+
+    assert told(module, train) == []
+    lines = [line for line in caplog.messages if "not looked at" in line]
+    assert len(lines) == 1
+
+
 def test_the_count_of_a_metric_is_told(told: Told) -> None:
     metric = MeanMetric()
     metric.persistent(True)
