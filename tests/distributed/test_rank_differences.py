@@ -17,7 +17,7 @@ from tests.distributed.normalized import NormalizedJob
 from tests.distributed.small_job import Note, Workers, build, checkpointer, where
 from tests.distributed.watch import warnings_said
 from tests.examples import some_of
-from torchrec_checknrun import PerRank, Replicated
+from torchrec_checknrun import Checkpointer, PerRank, Replicated
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 
@@ -127,6 +127,23 @@ def warnings_of_buffers(root: str, declared: bool) -> list[str]:
             saver.step()
             saver.save()
     return [text for text in told if "differ" in text]
+
+
+def warnings_of_broadcast_buffers(root: str) -> list[str]:
+    """Save with buffers that differ until DistributedDataParallel broadcasts rank 0's."""
+    job = NormalizedJob()
+    beside = nn.parallel.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
+    both = nn.ModuleDict({"first": job.model, "beside": beside})
+    with warnings_said() as told, Checkpointer(root, model=both) as saver:
+        beside(torch.rand(4, 2, generator=torch.Generator().manual_seed(dist.get_rank())))
+        saver.step()
+        saver.save()
+    return [text for text in told if "buffers differ" in text]
+
+
+def test_buffers_that_are_broadcast_are_not_told(workers: Workers, tmp_path: Path) -> None:
+    found = workers(2).run(warnings_of_broadcast_buffers, root=str(tmp_path / "root"))
+    assert found == [[], []]
 
 
 def test_buffers_that_differ_are_told_once(workers: Workers, tmp_path: Path) -> None:

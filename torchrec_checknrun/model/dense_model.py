@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_checknrun.dense.buffers import buffer_names
 from torchrec_checknrun.errors import UnsupportedState
@@ -52,7 +54,14 @@ class DensePart:
     @cached_property
     def buffers(self) -> frozenset[str]:
         """Names of the model's buffers among the values."""
-        return buffer_names(self.model, self.dense)
+        return buffer_names(self.model, self.dense) | self.broadcast
+
+    @cached_property
+    def broadcast(self) -> frozenset[str]:
+        """Names of the buffers that DistributedDataParallel makes alike before each use."""
+        wrapped = [m for m in self.model.modules() if isinstance(m, DistributedDataParallel)]
+        synced = [buffer_names(m, self.dense) for m in wrapped if m.broadcast_buffers]
+        return frozenset(chain.from_iterable(synced))
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:

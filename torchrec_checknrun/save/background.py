@@ -242,6 +242,7 @@ class Background:
         plan.staging = Staging(memory.staging, memory.ring, items, memory.encode, late)
         differences.trees = items.trees
         differences.models, differences.buffers = snapshot.models, snapshot.buffers
+        differences.broadcast = snapshot.broadcast
         header = save.proposal.header
         plan.summarize = summarized_later(header, snapshot, items, quantization)
         return plan.staging

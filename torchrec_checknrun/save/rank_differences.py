@@ -34,12 +34,14 @@ class RankDifferences:
         trees: trees of rank 0's state objects, by name.
         models: names of a model's states.
         buffers: names of buffers in a model's state.
+        broadcast: names of those that a restored run's first step makes alike.
         told: names already warned of; shared by all saves of one run.
     """
 
     trees: Mapping[str, Tree] = field(default_factory=dict)
     models: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
+    broadcast: frozenset[str] = frozenset()
     told: set[str] = field(default_factory=set)
 
     def differing(self, states: Mapping[str, Held]) -> set[str]:
@@ -136,7 +138,7 @@ class RankDifferences:
     def _warn(self, name: str, held: Held) -> None:
         """Warn once of a model's differing parameters, and once of its differing buffers."""
         first, others, values = self._compare(name, held)
-        buffers = [value for value in values if value in self.buffers]
+        buffers = [value for value in values if value in self.buffers - self.broadcast]
         parameters = [value for value in values if value not in self.buffers]
         if (parameters or not values) and name not in self.told:
             self.told.add(name)

@@ -190,7 +190,7 @@ class Snapshot:
         replicated: names of replicated states that are not compared: the lowest rank's is stored.
         models: names of a model's states: if the ranks' differ, the lowest rank's is stored.
         lasting: names of states whose tensors are the model's and known optimizers' own.
-        buffers: names of the model's buffers in its state dict.
+        buffers, broadcast: names of the model's buffers, and of those that DDP makes alike.
         progress: progress of the tables' optimizers, by table with a shard here.
         blocks: local parts, to be written by this rank, of sharded tensors other than tables.
         collisions: state of managed-collision modules beside tensors; None without such modules.
@@ -206,6 +206,7 @@ class Snapshot:
     models: frozenset[str] = frozenset()
     lasting: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
+    broadcast: frozenset[str] = frozenset()
     progress: Mapping[str, OptimizerClock] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     collisions: CollisionState | None = None
@@ -289,6 +290,7 @@ def take_states(
         models=frozenset({MODEL}),
         lasting=frozenset({MODEL, *optimizers}),
         buffers=of_model.buffers,
+        broadcast=of_model.broadcast,
         progress=progress,
         blocks=[b for b in of_model.blocks if not b.replica] + blocks,
         collisions=collisions,
