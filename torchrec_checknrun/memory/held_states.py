@@ -18,8 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.boxes import Box
 from torchrec_checknrun.errors import CorruptCheckpoint, ImagesRefused
+from torchrec_checknrun.format.chunk import BlockHeader, dtype_name
 from torchrec_checknrun.format.entries import Facts
+from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.memory.generators import generators_state
 from torchrec_checknrun.memory.model_content import (
     PARTS,
@@ -40,10 +43,17 @@ from torchrec_checknrun.shards import LocalShard
 from torchrec_checknrun.shared_memory.file import NoImage
 from torchrec_checknrun.shared_memory.header import Piece
 from torchrec_checknrun.snapshot.snapshot import state_dicts
-from torchrec_checknrun.values.state import Tree, decode_state, tree_items
+from torchrec_checknrun.values.state import (
+    SHARDED,
+    TORCH_DTYPES,
+    Tree,
+    decode_state,
+    tree_items,
+)
 
 _TABLES, _PROGRESS, _GENERATORS = "tables", "progress", "generators"
 _COLLISIONS, _FACTS = "collisions", "collision facts"
+_SHARDED = "sharded"
 _NONE = msgspec.msgpack.encode({})
 
 
@@ -53,6 +63,23 @@ def local_parts(
     """Find the local parts of sharded tensors beside tables; also return the tables."""
     stored = StoredTables(tracked.tables, [shard.local for shard in tracked.shards])
     return stored, find_blocks(live, stored, optimizers)
+
+
+def _sharded(live: dict[str, Any], stored: StoredTables) -> list[dict[str, Any]]:
+    """Describe the sharded tensors of states, of which this rank may have no part: a new process's
+    optimizer must make them.
+    """
+    return [
+        {"path": path, "dtype": dtype_name(leaf.dtype), "size": tuple(leaf.size())}
+        for path, leaf in leaves(live, SHARDED)
+        if not any(map(stored.name, path[-2:]))  # a table's state comes with its rows
+    ]
+
+
+def _header(sharded: dict[str, Any]) -> BlockHeader:
+    whole = Box.whole(sharded["size"])
+    dtype = TORCH_DTYPES[sharded["dtype"]]
+    return BlockHeader(sharded["path"], dtype, sharded["size"], whole, whole)
 
 
 def replicas(tracked: TrackedModel) -> list[LocalShard]:
@@ -117,7 +144,7 @@ class Taker:
             return {}
         stored, blocks = local_parts(live, self._tracked, optimizers)
         states = {n: drop_tables(v, stored, n not in optimizers) for n, v in live.items()}
-        return {STATES: states, PARTS: parts_of(blocks)}
+        return {STATES: states, PARTS: parts_of(blocks), _SHARDED: _sharded(live, stored)}
 
     def _optimizer(self, name: str) -> Any:
         """Return the content of an optimizer that has no parts of sharded tensors."""
@@ -193,6 +220,7 @@ class HeldStates:
             that is shared memory.
         tables: data-parallel tables' weight and optimizer rows, by table.
         parts: local parts of sharded tensors, by name.
+        sharded: the sharded tensors of the state objects, as if whole.
         progress: the optimizers' clocks, by table.
         generators: see ``generators_state``.
         collisions: of managed-collision modules, beside their parts.
@@ -201,6 +229,7 @@ class HeldStates:
     trees: dict[str, tuple[Tree, memoryview]]
     tables: dict[str, dict[str, torch.Tensor]]
     parts: dict[str, torch.Tensor]
+    sharded: list[BlockHeader]
     progress: dict[str, OptimizerClock]
     generators: dict[str, Any]
     collisions: CollisionState
@@ -215,6 +244,7 @@ class HeldStates:
         try:
             trees: dict[str, tuple[Tree, memoryview]] = {}
             parts: dict[str, torch.Tensor] = {}
+            sharded: list[BlockHeader] = []
             found: dict[Any, Any] = {}
             while content:
                 tree, payload, content = read_section(content)
@@ -223,13 +253,15 @@ class HeldStates:
                 trees |= {str(name): (node, payload) for name, node in states.items()}
                 own = {name: decode_state(node, payload) for name, node in items.items()}
                 parts |= {part["name"]: part["value"] for part in own.get(PARTS, ())}
+                sharded += map(_header, own.get(_SHARDED, ()))
                 found |= own
             packed = msgspec.msgpack.decode(found[_PROGRESS])
             clocks = [(each["tables"], OptimizerClock(**each["clock"])) for each in packed]
             progress = {table: clock for tables, clock in clocks for table in tables}
             facts = msgspec.msgpack.decode(found.get(_FACTS, _NONE), type=dict[str, Facts])
             collisions = CollisionState(facts, found.get(_COLLISIONS, {}))
-            return cls(trees, found[_TABLES], parts, progress, found[_GENERATORS], collisions)
+            of_run = progress, found[_GENERATORS], collisions
+            return cls(trees, found[_TABLES], parts, sharded, *of_run)
         except (
             *(CorruptCheckpoint, msgspec.MsgspecError),
             *(KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError),

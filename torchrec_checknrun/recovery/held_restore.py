@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.format.chunk import name_of
 from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.memory.generators import set_generators
 from torchrec_checknrun.memory.held_states import HeldStates, local_parts, replicas
@@ -16,6 +17,7 @@ from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.hand_written import announced
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.restore.blocks import saved_blocks
 from torchrec_checknrun.restore.collisions import check_held, resume_held
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.restore import Target, hand_back
@@ -59,7 +61,8 @@ class HeldRestore:
         )
         live.update(present_states(target.states, self.optimizers, saved))
         owners = Owners({}, self.optimizers, objects=StateObjects(others), model=target.model)
-        self._states = StateRestore(saved, live, {}, Fit(), owners)
+        sharded = saved_blocks({name_of(header.path): header for header in held.sharded})
+        self._states = StateRestore(saved, live, sharded, Fit(), owners)
         rows: dict[str, RowForms] = {
             table: {n: (t.dtype, t.dim() == 1) for n, t in tensors.items() if n != "weight"}
             for table, tensors in held.tables.items()
