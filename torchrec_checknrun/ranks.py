@@ -23,6 +23,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _MOST_NAMED = 8
+_ALONE = (
+    "Perhaps another rank has ended, which its log tells, or didn't make this call: step(), "
+    "save(), wait(), restore() and close() are made on every rank, in the same order."
+)
+"""A note to gloo's errors, which name no cause."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,12 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         values: list[T] = [value] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(_ALONE)
+            raise
         return values
 
     def on_all_ranks(self, act: Callable[[], T]) -> list[T]:

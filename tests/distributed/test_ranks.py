@@ -77,6 +77,17 @@ def errors() -> None:
     ranks.close()
 
 
+def waiting() -> None:
+    """Wait on rank 0 for a rank that doesn't come."""
+    ranks = Ranks(timedelta(seconds=1))
+    if ranks.rank == 0:
+        with pytest.raises(RuntimeError) as raised:
+            ranks.gather(0)
+        assert "made on every rank" in str(getattr(raised.value, "__notes__", ()))
+    dist.barrier()
+    ranks.close()
+
+
 def unsendable() -> None:
     """Raise on every rank what can't be sent; the ranks' next collective works."""
     ranks = Ranks(timedelta(seconds=TIMEOUT))
@@ -139,6 +150,11 @@ def test_unsendable(workers: Workers) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 def test_places_of_errors(workers: Workers) -> None:
     workers(2).run(places)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_a_call_that_not_all_ranks_make(workers: Workers) -> None:
+    workers(2).run(waiting)
 
 
 def test_errors_of_one_process() -> None:

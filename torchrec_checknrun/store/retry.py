@@ -53,15 +53,15 @@ _NAMES = frozenset(
         "TimeoutError",  # asyncio's, which fsspec raises: on Python 3.10 another than the built-in
     }
 )
-_REFUSAL = (
+_NOT_PERMITTED = (
     "permission was refused: check the owner, the mode or the credentials, and with S3 the clock"
 )
 _REMEDIES = {
     errno.ENOSPC: "no space is left: free some, or keep fewer checkpoints (`checknrun prune`)",
     errno.EDQUOT: "the quota is used up: free some space, or ask for more",
     errno.EROFS: "the file system is mounted read-only: mount it writable, or use another root",
-    errno.EACCES: _REFUSAL,
-    errno.EPERM: _REFUSAL,
+    errno.EACCES: _NOT_PERMITTED,
+    errno.EPERM: _NOT_PERMITTED,
     errno.EFBIG: "the file is larger than the file system or a limit (ulimit -f) allows",
     errno.EMFILE: "this process has too many files open: raise its limit (ulimit -n)",
     errno.ENFILE: "this machine has too many files open: raise its limit (fs.file-max)",
