@@ -169,7 +169,17 @@ def test_errors_and_results_come_back() -> None:
         patience.call(lambda: int("says the test"), "x")
     with pytest.raises(TimeoutError, match="its own"):
         patience.call(_own_timeout, "x")
-    assert longest_silence() == (0.0, "")
+    assert _comes_to_rest()
+
+
+def _comes_to_rest() -> bool:
+    """Tell whether no call stays in flight; the leases of other tests' writers ask now and then."""
+    deadline = time.monotonic() + 60
+    while longest_silence() != (0.0, ""):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _own_timeout() -> None:
@@ -200,4 +210,4 @@ def test_a_call_without_a_thread_is_seen_to_be_silent(monkeypatch: pytest.Monkey
     monkeypatch.setattr(deadlines, "_Worker", refuse)
     monkeypatch.setattr(deadlines, "_idle", [])
     assert Patience(TIMEOUT).call(lambda: longest_silence()[1], "asking") == "asking"
-    assert longest_silence() == (0.0, "")
+    assert _comes_to_rest()
