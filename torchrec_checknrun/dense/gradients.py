@@ -119,7 +119,9 @@ class PendingGradients:
 
     def _watch(self) -> set[int]:
         """Watch new parameters; return the ids of all that optimizers have now."""
-        optimizers = list(torch_optimizers([*self._states, *self._held()]))
+        # Those inside an optimizer are found with it.
+        holders = [state for state in self._states if not isinstance(state, Optimizer)]
+        optimizers = list(torch_optimizers([*self._states, *_held(holders)]))
         parameters = {id(p): p for o in optimizers for p in parameters_of(o)}
         self._known = set(map(id, optimizers))
         hooks = self._hooks
@@ -148,11 +150,6 @@ class PendingGradients:
         for optimizer in optimizers:
             _announce_steps(optimizer)
         return set(parameters)
-
-    def _held(self) -> list[Optimizer]:
-        """Return the optimizers in attributes of state objects, but for weak proxies of them."""
-        held = [inner for state in self._states for _, inner in inner_optimizers(state)]
-        return [inner for inner in held if type(inner) not in weakref.ProxyTypes]
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._waiting.add(id(parameter))
@@ -203,7 +200,7 @@ class PendingGradients:
         if not self._others:
             return
         others, self._others = self._others, {}
-        held = {id(node.optimizer) for inner in self._held() for node in all_nodes(inner)}
+        held = {id(node.optimizer) for inner in _held(self._states) for node in all_nodes(inner)}
         known = self._known | held
         stepped: dict[str, dict[int, torch.Tensor]] = {}
         for of in others.values():
@@ -313,6 +310,12 @@ def _is_kept(parameter: Any) -> bool:
         return True
     whole = getattr(parameter, "_unsharded_param", None)  # made at the first forward pass
     return whole is not None and whole.grad is not None
+
+
+def _held(states: Iterable[object]) -> list[Optimizer]:
+    """Return the optimizers in attributes of state objects, but for weak proxies of them."""
+    held = [inner for state in states for _, inner in inner_optimizers(state)]
+    return [inner for inner in held if type(inner) not in weakref.ProxyTypes]
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:
