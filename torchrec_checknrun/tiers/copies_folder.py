@@ -113,7 +113,11 @@ class CopiesFolder:
 
     def sweep(self, keep_hours: float) -> Iterator[str]:
         """Remove this user's copies that are over: of this run on another number of ranks, and of
-        other runs that have not saved for some hours; yield what was removed, as text.
+        other runs that have not saved for some hours and have no image; yield what was removed, as
+        text.
+
+        Remove images that are over first: a run that has some may take days from one checkpoint to
+        the next, and needs its copies until then.
         """
         mine = _NAME.fullmatch(self.path.name)
         assert mine is not None
@@ -123,7 +127,9 @@ class CopiesFolder:
                 continue
             status = os.lstat(path)
             old = status.st_mtime <= time.time() - keep_hours * 3600
-            if stat.S_ISDIR(status.st_mode) and (found[2] == mine[2] or old):
+            images = path.parent.glob(f"checknrun-{found[1]}-{found[2]}-*of{found[4]}.image")
+            over = found[2] == mine[2] or (old and not any(images))
+            if stat.S_ISDIR(status.st_mode) and over:
                 shutil.rmtree(path, ignore_errors=True)
                 yield f"removed the copies {path}: their run is over, or has other ranks now"
 
