@@ -26,6 +26,10 @@ class AnswerFailed(RuntimeError):
     """An answer is not of status 200, or cut off."""
 
 
+class HungUp(AnswerFailed):
+    """The server ended the connection before any answer."""
+
+
 def post(host: str, port: int, path: str, body: bytes) -> bytes:
     """Return a request that leaves the connection open."""
     head = (
@@ -67,7 +71,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._answered is not None and not self._answered.done():
-            self._answered.set_exception(AnswerFailed(f"the server hung up: {error}"))
+            kind = AnswerFailed if self._received else HungUp
+            self._answered.set_exception(kind(f"the server hung up: {error}"))
 
 
 class Load:
@@ -123,8 +128,15 @@ class Load:
         async def ask(number: int, due: float) -> float:
             while free and free[0].transport.is_closing():
                 free.popleft()
+            request, idle = self._requests[number % len(self._requests)], bool(free)
             connection = free.popleft() if free else await self._connect()
-            await connection.ask(self._requests[number % len(self._requests)])
+            try:
+                await connection.ask(request)
+            except HungUp:
+                if not idle:
+                    raise
+                connection = await self._connect()  # the server was just ending the idle one
+                await connection.ask(request)
             free.append(connection)
             return time.perf_counter() - due
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -40,14 +41,23 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 1024
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    with Server(("127.0.0.1", 0), Handler) as server:
+@contextmanager
+def serving(handler: type[Handler]) -> Iterator[int]:
+    """Serve within the block; yield the port."""
+    with Server(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with serving(Handler) as found:
+        yield found
 
 
 def load_of(port: int, bodies: list[bytes]) -> Load:
@@ -99,7 +109,43 @@ def test_an_error_ends_the_measurement(port: int, how: str) -> None:
 
 def test_a_server_that_hangs_up_is_called_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers end connections that were idle for some seconds; a request on one gets no answer."""
-    monkeypatch.setattr(Handler, "timeout", 0.05)
+    monkeypatch.setattr(Handler, "timeout", 0.5)
     load = load_of(port, [b"fast"])
-    load.per_second = 5.0
-    assert len(load.ask_during(time.sleep, 2.0)) > 3
+    load.per_second = 1.0
+    assert len(load.ask_during(time.sleep, 4.0)) > 2
+
+
+class Once(Handler):
+    """Hangs up at the second request of a connection, without an answer."""
+
+    answered = False
+
+    def parse_request(self) -> bool:
+        if self.answered:
+            self.close_connection = True
+            return False
+        self.answered = True
+        return super().parse_request()
+
+
+def test_a_request_that_meets_the_end_of_a_connection_is_sent_again() -> None:
+    with serving(Once) as port:
+        load = load_of(port, [b"fast"])
+        load.per_second = 20.0
+        assert len(load.ask_during(time.sleep, 1.0)) > 2
+
+
+class Silent(Handler):
+    """Hangs up at the first request."""
+
+    def parse_request(self) -> bool:
+        self.close_connection = True
+        return False
+
+
+def test_a_server_that_never_answers_is_an_error() -> None:
+    with serving(Silent) as port:
+        load = load_of(port, [b"fast"])
+        load.per_second = 20.0
+        with pytest.raises(AnswerFailed, match="hung up"):
+            load.ask_during(time.sleep, 0.5)
