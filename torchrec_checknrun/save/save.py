@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import NoReturn
@@ -42,6 +43,7 @@ class Save:
         rows: rows of the cut that are copied on write; None without any.
         links: the changes to the references of tables stored as differences; None without any.
         thread: the background thread, once started.
+        process: the id of the process whose threads do the work.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Save:
         self.rows: CutRows | None = None
         self.links = links
         self.thread: threading.Thread | None = None
+        self.process = os.getpid()
 
     @property
     def done(self) -> bool:
