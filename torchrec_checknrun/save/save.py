@@ -145,7 +145,9 @@ def _raise_as_failed(error: BaseException, step: int) -> NoReturn:
         raise error
     of_storage = isinstance(error, (OSError, *_OF_STORAGE))
     remedy = "fix the storage and save again" if of_storage else "save again"
+    has_path = isinstance(error, OSError) and error.filename is not None  # which repr leaves out
+    what = f"{type(error).__name__}({error})" if has_path else repr(error)
     raise SaveFailed(
-        f"the checkpoint at step {step} was not committed: {error!r}. Its rows are kept for the "
+        f"the checkpoint at step {step} was not committed: {what}. Its rows are kept for the "
         f"next one; {remedy}"
     ) from error
