@@ -155,16 +155,24 @@ class OneCaller:
     Args:
         name: of the object, for errors.
 
-    Attributes:
-        closed: whether no more calls are allowed.
     """
 
     def __init__(self, name: str) -> None:
-        self.closed = False
         self._name = name
+        self._process = os.getpid()
+        self._closed = False
         self._trains = threading.current_thread()
         self._at_work: dict[None, Call] = {}
         """The one call at work, if any: set at once, whatever signal comes."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more calls are allowed, as in a fork: the object is its parent's."""
+        return self._closed or os.getpid() != self._process
+
+    def close(self) -> None:
+        """Allow no more calls."""
+        self._closed = True
 
     def enter(self, call: Call) -> None:
         """Begin a call.
@@ -172,6 +180,15 @@ class OneCaller:
         Raises:
             CheckNRunError: it is refused; says how to do what was probably meant.
         """
+        if os.getpid() != self._process:
+            if call.role == "ends":
+                return
+            raise CheckNRunError(
+                f"{call} was called in process {os.getpid()}, a fork of the process "
+                f"{self._process} that made {self._name}: a fork has none of the threads that save "
+                "or talk to other ranks. Call it there, or make a new one here, with process "
+                "groups and a root of its own"
+            )
         if self.closed and call.role in ("trains", "saves"):
             raise CheckNRunError(f"{self._name} is closed, its hooks are off: make a new one")
         others = self._trains is not call.thread and self._trains.is_alive()

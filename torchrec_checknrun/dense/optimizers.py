@@ -192,20 +192,25 @@ def unsaved_schedules(states: Iterable[object]) -> set[tuple[str, str]]:
     """Return the kinds of learning rate schedulers of torch's that follow an optimizer among state
     objects, each with the optimizer's kind, and that no state object is or holds.
 
-    An optimizer doesn't know what follows it, so all objects of the process are looked at.
+    An optimizer doesn't know what follows it, so what refers to it is looked for.
     """
     objects = tuple(states)
-    followed = {
-        id(node.optimizer): type(node.optimizer).__name__
+    optimizers = [
+        node.optimizer
         for state in objects
         for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
-    }
+    ]
+    followed = {id(optimizer): type(optimizer).__name__ for optimizer in optimizers}
     kept = set(map(id, _held_schedules(objects)))
 
     def others() -> list[Any]:
+        # A list of all objects would refer to the tuples that other threads are just making, which
+        # Python then refuses to finish ("bad argument to internal function").
+        found = gc.get_referrers(*optimizers)
+        found += gc.get_referrers(*(value for value in found if type(value) is dict))
         return [
             value
-            for value in gc.get_objects()
+            for value in found
             if issubclass(type(value), LRScheduler)
             and id(value) not in kept
             and id(getattr(value, "optimizer", None)) in followed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import xxhash
@@ -14,7 +15,7 @@ from tenacity import (
     wait_fixed,
 )
 
-from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint
 from torchrec_checknrun.format.checks import INDEX_BYTES
 from torchrec_checknrun.format.difference import restored
 from torchrec_checknrun.format.entries import (
@@ -26,6 +27,7 @@ from torchrec_checknrun.format.entries import (
     difference_of,
 )
 from torchrec_checknrun.format.manifest import DIFFERENCES_VERSION, Manifest, RankFile
+from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, Header, parse_index
 from torchrec_checknrun.store.folder import Folder
 
@@ -146,7 +148,18 @@ def _fill(
             retry_error_callback=lambda state: state.outcome and state.outcome.result(),
         )(lambda: folder.read_into(memory, name, offset))
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{folder}/{name} is missing") from None
+        raise CorruptCheckpoint(f"{folder}/{name} is missing{_deletion(folder)}") from None
+
+
+def _deletion(folder: Folder) -> str:
+    """Say of a missing file what to do where the whole checkpoint was deleted meanwhile."""
+    with suppress(CheckNRunError, OSError):
+        if folder.size(MANIFEST_NAME) is None:
+            return (
+                ", and so is the manifest: the checkpoint was deleted while it was read, as a "
+                "run's retention does. Read a newer one; `checknrun pin` keeps one that takes long"
+            )
+    return ""
 
 
 def dense_key(entry: Entry) -> tuple[object, ...] | None:

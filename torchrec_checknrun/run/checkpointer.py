@@ -366,11 +366,11 @@ class Checkpointer(WrittenByHand):
     ) -> None:
         if error is None:
             self.close()
-        else:  # the other ranks may never arrive: wait for none
+        elif not self._caller.closed:  # the other ranks may never arrive: wait for none
             self._release(failed=True)
 
     def _release(self, failed: bool = False) -> None:
-        self._caller.closed = True
+        self._caller.close()
         self._survival.close(over=not failed)
         self._target.tracked.close()
         for part in (self._publisher, self._saver, self._schedule):

@@ -8,6 +8,7 @@ interpreter's exit go on without it, and it is never committed.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 
@@ -54,6 +55,8 @@ def await_at_exit(save: Save) -> None:
 
 def finish_at_exit(save: Save) -> None:
     """Finish a save at the exit of a script that did not call ``close``, or log its failure."""
+    if os.getpid() != save.process:
+        return  # a fork, which has none of the threads: the save is its parent's
     if getattr(sys, "last_value", None) is not None:
         return  # the script ended by an error: the other ranks may never arrive
     await_at_exit(save)

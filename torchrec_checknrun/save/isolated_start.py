@@ -69,6 +69,7 @@ def start(
             [interpreter, *_flags(), "-I", "-S", "-c", _BOOTSTRAP, str(os.getpid()), target],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
+            cwd=_directory(),
         )
     except OSError as error:
         raise SaveFailed(
@@ -92,6 +93,18 @@ def import_path() -> list[str]:
         doubtful.add(str(Path(script).resolve().parent))
     last = [e for e in entries if os.path.realpath(e) in doubtful]
     return [e for e in entries if e not in last] + last
+
+
+def _directory() -> str | None:
+    """Return where the new process begins; None: in this one's directory.
+
+    Where that is gone, MKL can't be loaded, and ends the process.
+    """
+    try:
+        os.getcwd()
+    except OSError:
+        return os.path.sep
+    return None
 
 
 def _flags() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import NoReturn
@@ -42,6 +43,7 @@ class Save:
         rows: rows of the cut that are copied on write; None without any.
         links: the changes to the references of tables stored as differences; None without any.
         thread: the background thread, once started.
+        process: the id of the process whose threads do the work.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Save:
         self.rows: CutRows | None = None
         self.links = links
         self.thread: threading.Thread | None = None
+        self.process = os.getpid()
 
     @property
     def done(self) -> bool:
@@ -142,7 +145,9 @@ def _raise_as_failed(error: BaseException, step: int) -> NoReturn:
         raise error
     of_storage = isinstance(error, (OSError, *_OF_STORAGE))
     remedy = "fix the storage and save again" if of_storage else "save again"
+    has_path = isinstance(error, OSError) and error.filename is not None  # which repr leaves out
+    what = f"{type(error).__name__}({error})" if has_path else repr(error)
     raise SaveFailed(
-        f"the checkpoint at step {step} was not committed: {error!r}. Its rows are kept for the "
+        f"the checkpoint at step {step} was not committed: {what}. Its rows are kept for the "
         f"next one; {remedy}"
     ) from error

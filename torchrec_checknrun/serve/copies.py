@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import nn
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.serve.inference.replica import Replica
 from torchrec_checknrun.serve.version import Version
+from torchrec_checknrun.tools.scratch import file_tensor
 
 _BLOCK_BYTES = 1 << 20
 """Of a table, that are looked at at a time: copied in less than a millisecond."""
@@ -217,9 +219,8 @@ class _Staged:
         """Move a tensor to a file of its own."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="checknrun-")
-        path = f"{self._folder.name}/{2 * len(self._rows)}-{tensor.dim()}"
-        filed = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-        return filed.view(tensor.shape).copy_(tensor)
+        path = Path(self._folder.name, f"{2 * len(self._rows)}-{tensor.dim()}")
+        return file_tensor(path, tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def apply(self) -> None:
         """Copy everything into the model."""

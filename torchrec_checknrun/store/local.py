@@ -307,10 +307,15 @@ def _make(path: str) -> None:
     try:
         os.mkdir(path)
     except FileExistsError:
-        if not os.path.isdir(path):
+        if not stat.S_ISDIR(os.stat(path).st_mode):  # or says why nobody can look
             raise
         return
-    LocalStore(parent).sync()
+    try:
+        LocalStore(parent).sync()
+    except OSError:
+        with suppress(OSError):
+            os.rmdir(path)  # another try would find it, and count it as durable
+        raise
 
 
 def _link(temporary: str, name: str, directory: int) -> bool:

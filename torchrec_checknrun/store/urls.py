@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
+from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.store.retry import masked
 
 _RELATIVE = re.compile(r"(file|local)://(?!/)")
@@ -37,6 +40,33 @@ def require_slashes(url: str) -> None:
 
 def opened(url: str) -> tuple[AbstractFileSystem, str]:
     """Open a URL; return its file system and path.
+
+    Raises:
+        StorageFailed: a path begins in the working directory, and that is gone.
+    """
+    try:
+        return _opened(url)
+    except FileNotFoundError as error:
+        if os.path.isabs(url) or _is_there():
+            raise
+        raise StorageFailed(
+            errno.ENOENT,
+            f"{masked(url)} begins in this process's working directory, which is gone: give the "
+            "whole path, or change to a directory that is there",
+        ) from error
+
+
+def _is_there() -> bool:
+    """Tell whether the working directory is there."""
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
+
+
+def _opened(url: str) -> tuple[AbstractFileSystem, str]:
+    """Open a URL.
 
     For fsspec ``::`` separates the parts of a chain, also in the middle of a path on a disk, of
     which it would open the first part: runs in ``a::1`` and ``a::2`` would share a folder.

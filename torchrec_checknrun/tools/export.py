@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,7 @@ from torchrec_checknrun.format.names import is_plain_name
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.retry import storage_failed
 from torchrec_checknrun.tools.dense import read_dense
 from torchrec_checknrun.tools.fused import fused_rows, inference_rows
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
@@ -38,6 +41,10 @@ FUSED_OPTIMIZER = "fused_optimizer"
 """Prefix of the names of tables' optimizer state."""
 STATE_FILE = "dense.safetensors"
 
+_SYSTEMS_NUMBER = re.compile(r"\(os error (\d+)\)")
+"""How Rust's libraries, safetensors' too, write an error's number."""
+_NAME_BYTES = 255
+"""The most bytes that file systems allow a name."""
 _CACHE_BYTES = 64 << 20
 """Small, since every chunk is used once."""
 
@@ -126,10 +133,45 @@ def _save_dcp(into: Folder, tensors: Mapping[str, torch.Tensor]) -> None:
         # The warning about a single process, which is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         # Not the target as given: DCP takes a ~ for a folder's name.
-        if _is_local(into):
-            save_in_place(Path(into.url), lambda place: save(dcp.FileSystemWriter, str(place)))
-        else:
-            save(FsspecWriter, into.url)
+        with _of_storage(into):
+            if _is_local(into):
+                save_in_place(Path(into.url), lambda place: save(dcp.FileSystemWriter, str(place)))
+            else:
+                save(FsspecWriter, into.url)
+
+
+@contextmanager
+def _of_storage(target: Folder) -> Iterator[None]:
+    """Raise what the formats' libraries make of an error of the storage as that error.
+
+    Raises:
+        StorageFailed: names the target and the remedy.
+    """
+    from torch.distributed.checkpoint import CheckpointException  # which is no Exception
+
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        found = _storage_error(error)
+        if found is None or found is error:
+            raise
+        raise storage_failed(found, f"writing to {target}") from error
+
+
+def _storage_error(error: BaseException) -> OSError | None:
+    """Find the error of the storage that a library's error stands for."""
+    todo, seen = [error], set[int]()
+    while todo:
+        at = todo.pop()
+        if isinstance(at, OSError):
+            return at
+        if told := _SYSTEMS_NUMBER.search(str(at)):
+            return OSError(int(told[1]), os.strerror(int(told[1])))
+        if id(at) not in seen:
+            seen.add(id(at))
+            todo += [each for each in (at.__cause__, at.__context__) if each is not None]
+            todo += [each for each, _ in getattr(at, "failures", {}).values()]
+    return None
 
 
 def export_safetensors(
@@ -181,7 +223,8 @@ def export_safetensors(
     about = {"checkpoint": chain.head.id, "step": str(chain.head.step)}
 
     def save(tensors: dict[str, torch.Tensor], name: str, about: dict[str, str]) -> None:
-        save_in_place(Path(into.url), lambda place: save_file(tensors, place / name, about))
+        with _of_storage(into):
+            save_in_place(Path(into.url), lambda place: save_file(tensors, place / name, about))
 
     for table, reader in _readers(root, content, progress):
         with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
@@ -263,7 +306,7 @@ def _check_names(chain: Chain, dense: bool) -> None:
     """
     for table in chain.head.tables:
         name = f"{table}.safetensors"
-        if not is_plain_name(name):
+        if not is_plain_name(name) or len(name.encode(errors="replace")) > _NAME_BYTES:
             raise IncompatibleCheckpoint(
                 f"table {table!r} can't be a file's name: export to DCP instead (--format dcp)"
             )

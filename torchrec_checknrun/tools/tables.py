@@ -24,6 +24,7 @@ from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.scratch import file_tensor
 
 CACHE_BYTES = 512 << 20
 """Bytes of chunks to keep for the rows that follow."""
@@ -222,11 +223,7 @@ class TableReader:
 
 def scratch_tensor(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of zeros in a new file of a folder."""
-    size = torch.Size(shape).numel()
-    if not size:
-        return torch.zeros(shape, dtype=dtype)
-    path = folder / str(len(list(folder.iterdir())))
-    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
+    return file_tensor(folder / str(len(list(folder.iterdir()))), shape, dtype)
 
 
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:

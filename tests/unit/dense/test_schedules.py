@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,56 @@ def test_parts_of_a_schedule_go_with_it(told: Callable[..., list[str]]) -> None:
     schedule = lr_scheduler.SequentialLR(optimizer, parts, [3])
     assert ["SequentialLR" in line for line in told(mine=optimizer)] == [True]
     assert told(mine=optimizer, schedule=schedule) == []
+
+
+def test_tuples_that_other_threads_are_making(told: Callable[..., list[str]]) -> None:
+    """Let a thread finish its tuple while schedules are looked for: Python refuses to grow or
+    shrink a new tuple that something else refers to.
+    """
+    optimizer = sgd()
+    begun, goes_on, made = threading.Event(), threading.Event(), list[object]()
+
+    def numbers() -> Iterator[int]:
+        yield 1
+        begun.set()
+        goes_on.wait(60)
+        yield 2
+
+    def make() -> None:
+        try:
+            made.append(tuple(numbers()))
+        except SystemError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    assert begun.wait(60)
+
+    def look() -> None:
+        goes_on.set()
+        thread.join(60)
+
+    left = Watched(optimizer, look)
+    assert ["Watched" in line for line in told(mine=optimizer)] == [True]
+    assert made == [(1, 2)], left
+
+
+class Watched(StepLR):
+    """A schedule that tells when its optimizer is looked at."""
+
+    def __init__(self, optimizer: optim.Optimizer, look: Callable[[], None]) -> None:
+        self.look: Callable[[], None] = lambda: None
+        super().__init__(optimizer, 1)
+        self.look = look
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        self.look()
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, value: optim.Optimizer) -> None:
+        self._optimizer = value
 
 
 class Held:

@@ -12,9 +12,15 @@ from msgspec.structs import replace
 
 from tests.unit.console import Console
 from tests.unit.root.commits import commit, leftover
-from torchrec_checknrun.errors import IncompatibleCheckpoint, RootInUse, StorageFailed
+from torchrec_checknrun.errors import (
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    RootInUse,
+    StorageFailed,
+)
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
+from torchrec_checknrun.format.reader import read_indexes
 from torchrec_checknrun.recovery import missing_root
 from torchrec_checknrun.root import chain, deletion
 from torchrec_checknrun.root.chain import newest
@@ -281,3 +287,17 @@ def test_the_list_comes_before_older_claims_go(root: Folder) -> None:
     found, _ = newest(root)
     assert found is not None
     assert found.head.id == made.id
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["pruned", "a file is lost"])
+def test_what_is_read_is_deleted(root: Folder, whole: bool) -> None:
+    """Say that a checkpoint was deleted while it was read, and how it is kept."""
+    old = commit(root)
+    commit(root)
+    if whole:
+        assert prune(root, Retention(1)).verdict.delete.keys() == {old.id}
+    else:
+        (root / old.id).delete(old.files[0].name)
+    with pytest.raises(CorruptCheckpoint, match=r"rank-00000\.bin is missing") as error:
+        read_indexes(root, old, visible_seconds=0)
+    assert ("`checknrun pin` keeps one" in str(error.value)) == whole

@@ -23,8 +23,10 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.run.saver import Saver
 from torchrec_checknrun.save import background
+from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.snapshot import staging
 from torchrec_checknrun.snapshot.staged import StagedRows
+from torchrec_checknrun.store.folder import Folder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -252,6 +254,29 @@ def test_a_state_that_can_t_be_asked_is_named(
             patch.setattr(job, "state_dict", once(job.state_dict, KeyError("cursor")))
             with pytest.raises(SaveFailed, match=r"'job' .*rank 0 KeyError: 'cursor'\. .*fix"):
                 saver.save()
+        saver.save()
+        wanted = gather(job)
+    assert restored(tmp_path, wanted) == []
+
+
+def test_a_directory_that_goes_away_is_named(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = CheckpointWriter.write
+
+    def write_nowhere(self: CheckpointWriter, *args: Any) -> Any:
+        monkeypatch.setattr(Folder, "create", lambda *_: None)
+        shutil.rmtree(tmp_path / self.folder.name)
+        return write(self, *args)
+
+    with checkpointer(tmp_path, job) as saver:
+        saver.restore()
+        train(job, saver)
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckpointWriter, "write", write_nowhere)
+            with pytest.raises(SaveFailed, match=r"No such file or directory: '.*seq-000001"):
+                saver.save()
+        monkeypatch.undo()
         saver.save()
         wanted = gather(job)
     assert restored(tmp_path, wanted) == []
