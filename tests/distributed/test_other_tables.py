@@ -154,6 +154,24 @@ def test_tables_shrink_and_change_names(workers: Workers, saved: dict[str, Any])
     assert skipped == []
 
 
+def other_optimizer(root: str, layout: dict[str, Any], spec: dict[str, Any]) -> list[str]:
+    job = build(spec, layout, seed=9)
+    with checkpointer(root, job) as saver:
+        report = saver.restore(strict=False)
+        assert report is not None
+        return list(report.skipped)
+
+
+def test_what_each_rank_skips_is_told_on_all(workers: Workers, saved: dict[str, Any]) -> None:
+    """Leave out the optimizer state of tables that only one rank holds."""
+    spec = replace(SPEC, fused="sgd")
+    placed = asdict(Layout({"a.t0": "table_wise:0", "a.t1": "table_wise:1"}, 2))
+    told = workers(2).run(other_optimizer, root=saved["root"], spec=spec.to_json(), layout=placed)
+    assert told[0] == told[1]
+    for table in (T0, T1):
+        assert sum(line.startswith(f"table '{table}': optimizer state") for line in told[0]) == 1
+
+
 def restarted(root: str, layout: dict[str, Any], spec: dict[str, Any]) -> list[str]:
     """Restore twice with the same new names, as a job does that torchrun restarts."""
     job = build(spec, layout, seed=9)
