@@ -28,6 +28,12 @@ _ALONE = (
     "save(), wait(), restore() and close() are made on every rank, in the same order."
 )
 """A note to gloo's errors, which name no cause."""
+_NOT_MADE = (
+    "Perhaps another rank has ended, which its log tells, or didn't make this call: a Checkpointer "
+    "is made, and load_tables() called, on every rank that init_process_group() has joined. Ranks "
+    "that don't train this model need a job of their own."
+)
+"""A note to the store's error where the group is not made on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,11 @@ class Ranks:
     def __init__(self, timeout: timedelta) -> None:
         self.group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
+            try:
+                self.group = dist.new_group(backend="gloo", timeout=timeout)
+            except RuntimeError as error:
+                _add_note(error, _NOT_MADE)
+                raise
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
@@ -86,8 +96,7 @@ class Ranks:
         try:
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(_ALONE)
+            _add_note(error, _ALONE)
             raise
         return values
 
@@ -205,6 +214,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def listed(names: Sequence[str]) -> str:
     """Join names for an error, the first eight of them."""
     return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
+
+
+def _add_note(error: Exception, note: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
 
 
 def _attempt(act: Callable[[], T]) -> T | _Failure:

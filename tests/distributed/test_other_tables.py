@@ -154,6 +154,49 @@ def test_tables_shrink_and_change_names(workers: Workers, saved: dict[str, Any])
     assert skipped == []
 
 
+def other_optimizer(root: str, layout: dict[str, Any], spec: dict[str, Any]) -> list[str]:
+    job = build(spec, layout, seed=9)
+    with checkpointer(root, job) as saver:
+        report = saver.restore(strict=False)
+        assert report is not None
+        return list(report.skipped)
+
+
+def test_what_each_rank_skips_is_told_on_all(workers: Workers, saved: dict[str, Any]) -> None:
+    """Leave out the optimizer state of tables that only one rank holds."""
+    spec = replace(SPEC, fused="sgd")
+    placed = asdict(Layout({"a.t0": "table_wise:0", "a.t1": "table_wise:1"}, 2))
+    told = workers(2).run(other_optimizer, root=saved["root"], spec=spec.to_json(), layout=placed)
+    assert told[0] == told[1]
+    for table in (T0, T1):
+        assert sum(line.startswith(f"table '{table}': optimizer state") for line in told[0]) == 1
+
+
+def restarted(root: str, layout: dict[str, Any], spec: dict[str, Any]) -> list[str]:
+    """Restore twice with the same new names, as a job does that torchrun restarts."""
+    job = build(spec, layout, seed=9)
+    with checkpointer(root, job) as saver:
+        saver.restore(map={"t1": "new"})
+        job.train(1)
+        saver.save()
+    before = whole_state(job, layout)
+    again = build(spec, layout, seed=8)
+    with checkpointer(root, again) as saver:
+        assert saver.restore(map={"t1": "new"}) is not None
+        after = whole_state(again, layout)
+        for part in ("weights", "states"):
+            for table, values in getattr(before, part).items():
+                assert np.array_equal(getattr(after, part)[table], values), (part, table)
+        again.train(1)
+        return [saver.save().kind]
+
+
+def test_a_job_that_renames_may_be_restarted(workers: Workers, saved: dict[str, Any]) -> None:
+    spec = other(TABLES[0], replace(TABLES[1], name="new"))
+    kinds = workers(2).run(restarted, root=saved["root"], spec=spec.to_json(), layout=layout(spec))
+    assert kinds == [["differential"]] * 2
+
+
 def test_tables_come_and_go(workers: Workers, saved: dict[str, Any]) -> None:
     spec = other(TABLES[0], TableSpec("extra", 12, 8, ("f1",)))
     skipped = workers(2).run(
@@ -177,7 +220,11 @@ REFUSED: dict[str, tuple[ModelSpec, dict[str, Any], list[str]]] = {
     ),
     "missing": (other(TABLES[0]), {}, ["t1", "30 × 8", "strict=False"]),
     "added": (other(*TABLES, TableSpec("t2", 9, 8, ("f0",))), {}, ["t2", "9 × 8", "strict=False"]),
-    "unknown_name": (SPEC, {"map": {"t7": "t0"}}, ["t7", "the checkpoint"]),
+    "unknown_name": (
+        other(TABLES[0], replace(TABLES[1], name="new")),
+        {"map": {"t7": "new"}},
+        ["t7", "the checkpoint"],
+    ),
     "two_into_one": (SPEC, {"map": {"t0": "t1", "t1": "t1"}}, ["two tables into one"]),
     "optimizer": (replace(SPEC, fused="sgd"), {}, ["t0", "momentum1", "none"]),
 }

@@ -88,6 +88,15 @@ def waiting() -> None:
     ranks.close()
 
 
+def made_by_one() -> None:
+    """Make the group on rank 0 only, as a program does that trains on some of its ranks."""
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as raised:
+            Ranks(timedelta(seconds=1))
+        assert "on every rank" in str(getattr(raised.value, "__notes__", ()))
+    dist.barrier()
+
+
 def unsendable() -> None:
     """Raise on every rank what can't be sent; the ranks' next collective works."""
     ranks = Ranks(timedelta(seconds=TIMEOUT))
@@ -155,6 +164,11 @@ def test_places_of_errors(workers: Workers) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 def test_a_call_that_not_all_ranks_make(workers: Workers) -> None:
     workers(2).run(waiting)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_a_group_that_not_all_ranks_make(workers: Workers) -> None:
+    workers(2).run(made_by_one)
 
 
 def test_errors_of_one_process() -> None:

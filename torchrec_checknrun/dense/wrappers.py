@@ -140,6 +140,8 @@ def give_back(
             why = f"{type(error).__name__}: {error}"
         if why is not None:
             _warn_kept(optimizer, name, why)
+        elif name in _OF_STEPS:
+            continue  # no setting of the program's
         elif resized or name.lstrip("_") in arguments:
             changed.append(f"{name} = {_shown(value)} (not {_shown(packed)})")
     _warn_of_new(node, live_ones, attributes, references)

@@ -6,6 +6,7 @@ By default a checkpoint fits the model that was saved, whatever the sharding. An
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ import torch
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.shards import LocalShard, TableShape
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,7 @@ def match_tables(
         IncompatibleCheckpoint: a table has no counterpart or another size, and ``fit`` doesn't
             allow that; names the table, both sizes, and the remedy.
     """
-    rename = {
-        full_name(old, saved, "the checkpoint"): full_name(new, wanted, "the model")
-        for old, new in fit.rename.items()
-    }
-    if len(set(rename.values())) < len(rename):
-        raise IncompatibleCheckpoint(f"map={dict(fit.rename)!r} sends two tables into one")
+    rename = _renames(wanted, saved, fit)
     only = None if fit.only is None else {full_name(n, wanted, "the model") for n in fit.only}
     target, skipped = {}, []
     resized = bool(rename)
@@ -93,6 +91,39 @@ def match_tables(
             )
         skipped.append(message)
     return Match(target, resized or bool(skipped) or only is not None, skipped)
+
+
+def _renames(wanted: Collection[str], saved: Collection[str], fit: Fit) -> dict[str, str]:
+    """Return the model's table by saved name, where they differ.
+
+    A job that torchrun restarts gives the same names again, when what it has saved since has the
+    new ones already.
+
+    Raises:
+        IncompatibleCheckpoint: there is no such table, or two go into one.
+    """
+    into = {old: full_name(new, wanted, "the model") for old, new in fit.rename.items()}
+    if len(set(into.values())) < len(into):
+        raise IncompatibleCheckpoint(f"map={dict(fit.rename)!r} sends two tables into one")
+    gone = [old for old in into if not _named(old, saved)]
+    done = [old for old in gone if into[old] in saved]
+    if gone and set(into.values()) <= set(saved):
+        done = list(into)
+    if done:
+        logger.warning(
+            "map=%r: the checkpoint has %s under the new names already",
+            dict(fit.rename),
+            ", ".join(sorted(into[old] for old in done)),
+        )
+    elif into and all(_named(old, wanted) for old in into):
+        logger.warning(
+            "map=%r gives tables names that others of the model had: give it once only. What this "
+            "run saves has both names, and a restart with the same map would rename again",
+            dict(fit.rename),
+        )
+    return {
+        full_name(old, saved, "the checkpoint"): new for old, new in into.items() if old not in done
+    }
 
 
 def check_rows(
@@ -166,9 +197,7 @@ def full_name(name: str, tables: Collection[str], where: str) -> str:
     Raises:
         IncompatibleCheckpoint: there is no such table, or several.
     """
-    if name in tables:
-        return name
-    found = [table for table in tables if table.endswith(f".{name}")]
+    found = _named(name, tables)
     if len(found) == 1:
         return found[0]
     names = sorted(found or tables)
@@ -177,6 +206,12 @@ def full_name(name: str, tables: Collection[str], where: str) -> str:
         + ", ".join(names[:8])
         + (f" or {len(names) - 8} more" if len(names) > 8 else "")
     )
+
+
+def _named(name: str, tables: Collection[str]) -> list[str]:
+    if name in tables:
+        return [name]
+    return [table for table in tables if table.endswith(f".{name}")]
 
 
 def _check_size(name: str, saved: TableShape, wanted: TableShape, fit: Fit) -> bool:

@@ -56,7 +56,7 @@ class Restored:
         chain: the chain that was restored.
         converted: whether rows lie in other column ranges than stored, on any rank.
         passed_over: newer checkpoints that could not be used, with the reasons.
-        skipped: descriptions of tables and values on one side only.
+        skipped: descriptions of tables and values on one side only, on any rank.
         forks: whether newer checkpoints are abandoned.
         references: what this rank's shards restore to, of tables stored as differences.
         unread: ids of newer chains that were passed over since the storage failed: a disk may give
@@ -163,6 +163,7 @@ class _Attempts:
         self._unusable: set[str] = set()
         self._newest = True
         self._converted = False
+        self._skipped: list[str] = []
         self.changed = False
 
     def next_chain(self) -> Chain | None:
@@ -219,7 +220,10 @@ class _Attempts:
             finally:
                 began = self._ranks.gather(self._chain_restore.began)
                 self.changed = self.changed or any(began)
-            self._converted = any(self._ranks.gather(self._chain_restore.converted))
+            found = self._chain_restore
+            of_ranks = self._ranks.gather((found.converted, found.skipped))
+            self._converted = any(converted for converted, _ in of_ranks)
+            self._skipped = sorted({what for _, skipped in of_ranks for what in skipped})
         return live
 
     def finish(self, chain: Chain, live: dict[str, Any]) -> Restored:
@@ -230,7 +234,7 @@ class _Attempts:
             chain,
             self._converted,
             self._passed_over,
-            skipped=sorted(set(self._chain_restore.skipped)),
+            skipped=self._skipped,
             forks=bool(self._passed_over) or not self._newest,
             memory_bytes=self._root.taken.bytes if isinstance(self._root, CopiedFolder) else 0,
             references=self._chain_restore.references,

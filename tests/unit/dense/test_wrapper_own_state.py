@@ -314,6 +314,23 @@ def test_values_that_follow_from_the_number_of_ranks_are_told(
     assert "accumulate = 32 (not 16), as saved on another number of ranks" in lines[1]
 
 
+def test_marks_of_schedulers_are_no_settings(caplog: pytest.LogCaptureFixture) -> None:
+    """Tell nobody of what a torch's scheduler notes of its optimizer, on any number of ranks."""
+    model = Two()
+    saved, live = (optim.Adam(model.a.parameters()) for _ in range(2))
+    optim.lr_scheduler.StepLR(saved, 2)
+    saved.step()
+    content = DenseStates(model, {"o": saved}, track(model)).stored()["o"]
+    tree, _ = encode_state(content, "o")
+    states = DenseStates(model, {"o": live}, track(model))
+    states.fit({"o": tree}, {}, strict=True, resized=True)
+    states.load("o", content)
+    with caplog.at_level(logging.WARNING):
+        states.finish()
+    assert vars(live)["_opt_called"]
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("added", ["saved", "live"])
 @pytest.mark.parametrize("kind", [optim.SGD, optim.Adam])
 def test_groups_of_one_side_only(tmp_path: Path, added: str, kind: Any) -> None:

@@ -274,5 +274,5 @@ class TestLoadedTables:
         save_two(tmp_path, model)
         with others(model) as rest:
             with pytest.raises(IncompatibleCheckpoint):
-                load_tables(tmp_path, model, ["wide"], map={"none": "wide"})
+                load_tables(tmp_path, model, ["wide"], map={"wide": "none"})
             assert [marked(each) for each in rest] == [{}] * 2

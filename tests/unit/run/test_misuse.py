@@ -340,7 +340,7 @@ class TestMissingRoot:
         with checkpointer(tmp_path, other, retention=Retention(keep=1)) as saver:
             if how == "refused":
                 with pytest.raises(IncompatibleCheckpoint):
-                    saver.restore(map={"no such table": "t0"})
+                    saver.restore(map={"t0": "no such table"})
             for _ in range(4):
                 train(other, saver)
                 saver.save()
