@@ -51,7 +51,7 @@ class Server:
             *(f"-{name}.port.grpc={port + 10000}" for name, port in self._ports.items()),
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
             "-master.volumeSizeLimitMB=64",
-            "-volume.max=200",
+            "-volume.max=1000",  # a bucket takes seven
         ]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
