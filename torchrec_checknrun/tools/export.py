@@ -41,6 +41,7 @@ FUSED_OPTIMIZER = "fused_optimizer"
 """Prefix of the names of tables' optimizer state."""
 STATE_FILE = "dense.safetensors"
 
+_DCP_METADATA = ".metadata"
 _SYSTEMS_NUMBER = re.compile(r"\(os error (\d+)\)")
 """How Rust's libraries, safetensors' too, write an error's number."""
 _NAME_BYTES = 255
@@ -248,14 +249,15 @@ def export_safetensors(
 def save_in_place(target: Path, save: Callable[[Path], object]) -> None:
     """Write files into a folder without following links in it; replace files of the same name.
 
-    The files go through a private subfolder first.
+    The files go through a private subfolder first. DCP's metadata come last: a folder without them
+    is no checkpoint, whatever an export that was killed has left.
 
     Args:
         save: function that writes files into a given folder.
     """
     with tempfile.TemporaryDirectory(dir=target, prefix=".checknrun-") as private:
         save(Path(private))
-        for path in Path(private).iterdir():
+        for path in sorted(Path(private).iterdir(), key=lambda path: path.name == _DCP_METADATA):
             os.replace(path, target / path.name)
 
 

@@ -213,3 +213,22 @@ def test_exported_files_go_into_the_target_only(tmp_path: Path, outside: Path) -
     save_in_place(target, save)
     assert (target / "values.json").read_bytes() == b"{}"
     assert [path.name for path in target.iterdir()] == ["values.json"]
+
+
+def test_the_metadata_of_an_export_come_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leave no checkpoint for ``dcp.load`` that lacks files, wherever an export is killed."""
+    moved: list[str] = []
+
+    def replace(source: Path, target: Path) -> None:
+        moved.append(target.name)
+
+    def save(place: Path) -> None:
+        for name in (".metadata", *(f"__{rank}_0.distcp" for rank in range(20))):
+            (place / name).write_bytes(b"")
+
+    monkeypatch.setattr(os, "replace", replace)
+    save_in_place(tmp_path, save)
+    assert len(moved) == 21
+    assert moved[-1] == ".metadata"
