@@ -23,9 +23,20 @@ from tests.unit.tracked_model import make_model
 from torchrec_checknrun.codecs.kernels import dispatch as kernel
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tracking import TrackedModel, track
+from torchrec_checknrun.writers.lease import Lease
 
 NUMPY = [pytest.mark.slow] if kernel.has_extension() else []
 """That NumPy does what the compiled kernel does is always tested."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leases() -> Iterator[None]:
+    """End the renewals of leases that a module's tests have left open, a killed run's for instance:
+    they would come into tests of other modules that count a process's storage operations.
+    """
+    yield
+    for lease in tuple(Lease._held):
+        lease._stop.set()
 
 
 @pytest.fixture(params=["disk", "memory"])
