@@ -69,6 +69,7 @@ def make_check_n_run(
     _refuse_unknown(values, CheckNRunConfig, "check_n_run")
     config = CheckNRunConfig(root=root, **values)
     _tell_of_shared_root(config.root)
+    _tell_of_no_effect(config)
     return package.Checkpointer(
         config.root,
         model=model,
@@ -112,6 +113,20 @@ def _tell_of_shared_root(root: str) -> None:
             job,
             masked(root),
         )
+
+
+def _tell_of_no_effect(config: CheckNRunConfig) -> None:
+    """Warn of keys that were set, and do nothing while another one is off."""
+    of_publish = [each.name for each in fields(config) if each.name.startswith("publish_")]
+    switches = {
+        "on_sigterm=true": (config.on_sigterm, ["grace_seconds"]),
+        "publish_root": (config.publish_root is not None, of_publish),
+    }
+    default = CheckNRunConfig()
+    for switch, (is_on, names) in switches.items():
+        for name in names if not is_on else ():
+            if getattr(config, name) != getattr(default, name):
+                logger.warning("checkpoint.%s has no effect without checkpoint.%s", name, switch)
 
 
 def _survive(config: CheckNRunConfig) -> Images | HostCopies | None:

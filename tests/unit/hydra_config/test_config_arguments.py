@@ -72,6 +72,31 @@ def test_keeping_all_and_some_of_every_hour() -> None:
         made(*options, "checkpoint.keep_every_hours=6")
 
 
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize(
+    ("given", "switch", "value"),
+    [
+        ("grace_seconds=60", "on_sigterm", "true"),
+        ("publish_every_seconds=5", "publish_root", "y"),
+        ("publish_bits=4", "publish_root", "y"),
+        ("publish_method=adaptive", "publish_root", "y"),
+        ("publish_tables=[a]", "publish_root", "y"),
+    ],
+)
+def test_keys_that_have_no_effect_are_told(
+    given: str, switch: str, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("checkpoint=check_n_run", "checkpoint.root=x", f"checkpoint.{given}")
+    made(*options)
+    key = given.partition("=")[0]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"checkpoint.{key} has no effect without checkpoint.{switch}")
+    caplog.clear()
+    made(*options, f"checkpoint.{switch}={value}")
+    made(*options[:2])
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("hours", ["6", True, float("nan"), 0, -1.0, [6]])
 def test_hours_are_numbers(hours: Any) -> None:
     with pytest.raises(ValueError, match="every_hours must be positive, a number of hours"):
