@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ALL = os.environ.get("CHECKNRUN_TESTS") == "full"
-"""Whether this is a full run."""
+"""True in a full run."""
 
 
 def examples(count: int, quick: int | None = None) -> int:

@@ -36,7 +36,7 @@ class Box:
 
     @property
     def volume(self) -> int:
-        """Number of values in the box."""
+        """Return the number of values in the box."""
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:

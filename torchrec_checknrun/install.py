@@ -40,7 +40,7 @@ class Stack(NamedTuple):
 
     @property
     def series(self) -> str:
-        """The torch release without the patch: "2.13"."""
+        """Return the torch release without the patch: "2.13"."""
         return ".".join(self.torch.split(".")[:2])
 
 

@@ -35,7 +35,7 @@ JOURNAL = 0.03
 
 
 class Recovery(Enum):
-    """What a job goes back to after a failure."""
+    """The state that a job goes back to after a failure."""
 
     FULL = "full"
     """All ranks go back to the newest checkpoint, at the interval that costs the least."""
@@ -50,17 +50,17 @@ class Recovery(Enum):
 
     @property
     def in_this_release(self) -> bool:
-        """Whether a job can recover so today; the other kinds are arithmetic."""
+        """Return whether a job can recover so today; the other kinds are arithmetic."""
         return self in (Recovery.FULL, Recovery.IMAGES_FULL, Recovery.IMAGES_PARTIAL)
 
     @property
     def keeps_images(self) -> bool:
-        """Whether a failure that only ends processes loses nothing."""
+        """Return whether a failure that only ends processes loses nothing."""
         return self in (Recovery.IMAGES_FULL, Recovery.IMAGES_PARTIAL)
 
     @property
     def partial(self) -> bool:
-        """Whether lost ranks alone go back, to stale rows."""
+        """Return whether lost ranks alone go back, to stale rows."""
         return self in (Recovery.NAIVE, Recovery.PARTIAL, Recovery.IMAGES_PARTIAL)
 
 
@@ -135,34 +135,36 @@ class FailingJob:
 
     @property
     def save_hours(self) -> float:
-        """``save_seconds`` in hours."""
+        """Return ``save_seconds`` in hours."""
         return self.save_seconds / _HOUR
 
     @property
     def load_hours(self) -> float:
-        """``load_seconds`` in hours."""
+        """Return ``load_seconds`` in hours."""
         return self.load_seconds / _HOUR
 
     @property
     def lost_load_hours(self) -> float:
-        """Hours in which the lost ranks load their shards."""
+        """Return the hours in which the lost ranks load their shards."""
         if self.lost_load_seconds is None:
             return self.load_hours * self.lost_ranks / self.ranks
         return self.lost_load_seconds / _HOUR
 
     @property
     def restart_hours(self) -> float:
-        """``restart_seconds`` in hours."""
+        """Return ``restart_seconds`` in hours."""
         return self.restart_seconds / _HOUR
 
     @property
     def durable_hours(self) -> float:
-        """``durable_seconds`` in hours."""
+        """Return ``durable_seconds`` in hours."""
         return self.durable_seconds / _HOUR
 
     @property
     def least_interval_hours(self) -> float:
-        """Shortest interval: one save at a time, and none shorter than training waits for it."""
+        """Return the shortest interval: one save at a time, and none shorter than training waits
+        for it.
+        """
         return max(self.save_hours, self.durable_hours)
 
     def losses(self, recovery: Recovery) -> float:
@@ -196,7 +198,7 @@ class Candidate:
 
     @property
     def overhead(self) -> float:
-        """All parts together."""
+        """Return all parts together."""
         return self.saving + self.lost + self.recovering + self.journal
 
 

@@ -80,12 +80,12 @@ class Ranks:
 
     @cached_property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Return this rank's number in the group."""
         return dist.get_rank(self.group) if self.group else 0
 
     @cached_property
     def world_size(self) -> int:
-        """The number of ranks in the group."""
+        """Return the number of ranks in the group."""
         return dist.get_world_size(self.group) if self.group else 1
 
     def gather(self, value: T) -> list[T]:

@@ -63,7 +63,7 @@ class RowSet:
 
     @property
     def packed(self) -> torch.Tensor:
-        """The set's bits, ``((rows + 7) // 8,)`` uint8, each byte's lowest bit first."""
+        """Return the set's bits, ``((rows + 7) // 8,)`` uint8, each byte's lowest bit first."""
         return self._bits
 
     def same_as(self, other: RowSet) -> bool:

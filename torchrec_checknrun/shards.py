@@ -140,7 +140,7 @@ class LocalShard:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Weight and optimizer states."""
+        """Return weight and optimizer states."""
         return [self.weight, *self.optimizer.values()]
 
     def part(self, start: int, stop: int) -> LocalShard:

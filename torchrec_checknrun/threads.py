@@ -149,12 +149,11 @@ def _do(act: Callable[[], Any], done: Future[Any]) -> None:
 
 
 class OneCaller:
-    """Refuses calls of an object that come while another one is at work, or that would save while
-    another thread trains: rows would be of several steps.
+    """A guard that refuses calls of an object that come while another one is at work, or that would
+    save while another thread trains: rows would be of several steps.
 
     Args:
         name: of the object, for errors.
-
     """
 
     def __init__(self, name: str) -> None:
@@ -167,7 +166,7 @@ class OneCaller:
 
     @property
     def closed(self) -> bool:
-        """Whether no more calls are allowed, as in a fork: the object is its parent's."""
+        """Return whether no more calls are allowed, as in a fork: the object is its parent's."""
         return self._closed or os.getpid() != self._process
 
     def close(self) -> None:

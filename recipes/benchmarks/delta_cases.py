@@ -35,7 +35,7 @@ BASE_STEPS = 9
 
 
 BYTE_SIZE = 2.0**-6
-"""Of values whose codes mostly fit a byte."""
+"""The step size of values whose codes mostly fit a byte."""
 
 
 def link_rows(

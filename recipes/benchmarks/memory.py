@@ -42,11 +42,11 @@ ALLOWED = 1.1
 FULL, AGAIN, BESIDE = "save full", "save differential", "save differential, in training"
 RESTORE = "restore all"
 STEP = 2.0**-6
-"""Of differences: the table's values, from -1 to 1, are codes that fit a byte."""
+"""The step of differences: the table's values, from -1 to 1, are codes that fit a byte."""
 _FORM_BYTES = 2
-"""Of a reference, beside a byte a code: its form and its exponent."""
+"""Bytes of a reference, beside a byte a code: its form and its exponent."""
 _POSITION_BYTES = 8
-"""Of a row whose predecessor is kept until a link is committed."""
+"""Bytes of a row whose predecessor is kept until a link is committed."""
 _LOOKUPS = 4096
 """Rows that a training step looks up."""
 

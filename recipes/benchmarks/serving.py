@@ -50,13 +50,13 @@ from torchrec_checknrun.serve.looking import NICE
 FRACTION = 0.26
 """Rows that change between two versions: Check-N-Run's figure for half an hour of training."""
 LOAD = 0.25
-"""Of the server's capacity; an open loop near capacity would measure its own queue."""
+"""The portion of the server's capacity; an open loop near capacity would measure its own queue."""
 SAMPLES = 16
 """In a request."""
 BAGS = 64
 """Samples of the training step that changes rows."""
 CLIENTS = 4
-"""Of which each asks one question after the other, to find the server's capacity."""
+"""Clients of which each asks one question after the other, to find the server's capacity."""
 LOOK_SECONDS = 0.02
 """Between two questions for the version, in windows of both kinds."""
 PATIENCE_SECONDS = 120.0

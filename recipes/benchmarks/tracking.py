@@ -155,7 +155,7 @@ class Nothing:
 
 
 class Ours(Nothing):
-    """This package's marks."""
+    """The marks of this package."""
 
     name = "this package"
 

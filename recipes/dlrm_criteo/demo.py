@@ -81,7 +81,7 @@ class Run:
 
     @property
     def steps_lost(self) -> int:
-        """Number of whole steps before the kill that were trained again."""
+        """Return the number of whole steps before the kill that were trained again."""
         restored: int = self.starts[1]["restored"]["step"]
         return self.step_at_kill - 1 - restored
 

@@ -35,7 +35,7 @@ from torchrec_checknrun import Follower
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 WIDTHS = {8: torch.qint8, 4: torch.quint4x2, 2: torch.quint2x4}
 GRACE_SECONDS = 10
-"""For answers that are on their way when the server is told to end."""
+"""Seconds for answers that are on their way when the server is told to end."""
 SWITCH_SECONDS = 0.0005
 """The longest that a prediction waits for Python's lock while another thread runs Python, such as
 the follower's; 5 ms by default, which is as long as several predictions."""

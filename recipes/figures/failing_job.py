@@ -16,7 +16,7 @@ from torchrec_checknrun.overhead import FailingJob, Recovery
 
 @dataclass
 class Outcome:
-    """What happened to one job; times in hours of the clock.
+    """The history of one job; times in hours of the clock.
 
     Attributes:
         saving: training waited for saves.

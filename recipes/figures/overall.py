@@ -55,7 +55,7 @@ class Way:
     policy: Policy
     quantization: Callable[[float], Quantization]
     by_restores: bool = True
-    """Whether the quantization depends on the expected restores."""
+    """True if the quantization depends on the expected restores."""
 
 
 WAYS: dict[str, Way] = {
@@ -84,7 +84,7 @@ class Plan:
     intervals: int
     overrides: tuple[str, ...]
     fraction: float = 0.26
-    """Of the rows to be modified in the first interval."""
+    """The portion of the rows to be modified in the first interval."""
 
 
 FULL = Plan(12, ("model.scale=0.005", "trainer.batch_size=4096"))
@@ -93,7 +93,7 @@ QUICK = Plan(3, ("model.scale=0.0005", "trainer.batch_size=128"))
 
 @dataclass(frozen=True)
 class Factors:
-    """How many times less is written and kept than full fp32 checkpoints are."""
+    """The factors by which less is written and kept than by full fp32 checkpoints."""
 
     written: float
     kept: float

@@ -57,7 +57,7 @@ WITHIN, WITHIN_PLS = 0.05, 0.03
 
 @dataclass(frozen=True)
 class Runs:
-    """How many jobs to emulate, of 56 hours and of a hundred times as many."""
+    """The number of jobs to emulate, of 56 hours and of a hundred times as many."""
 
     short: int
     long: int

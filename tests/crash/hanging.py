@@ -15,7 +15,7 @@ import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
 CALLS = ("ls", "info", "exists", "cat_file", "makedirs", "open", "pipe_file", "rm_file")
-"""What can hang; ``write`` and ``close`` of files as well."""
+"""The calls that can hang; ``write`` and ``close`` of files as well."""
 
 
 class HangingFile:

@@ -166,7 +166,7 @@ OTHERS: dict[str, tuple[str, Callable[[Path], Row]]] = {
     "soak": ("soak.json", soak),
     "hostile": ("fuzz.json", hostile),
 }
-"""What other commands have written beside this one's results, where they were run."""
+"""The results that other commands have written beside this one's, where they were run."""
 
 
 def table(rows: dict[str, Row]) -> str:

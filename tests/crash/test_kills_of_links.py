@@ -18,7 +18,7 @@ from recipes.dlrm_criteo.job import Job
 from tests.crash.test_kills import OVERRIDES, STEPS, sweep_phases
 
 STEP = 2.0**-12
-"""Of a row with a gradient of one; a row that lacks an update differs by far more."""
+"""The step of a row with a gradient of one; a row that lacks an update differs by far more."""
 APART = 2.0**-4
 """Bounds what LC's links leave out in a row of the last checkpoint; lives check their digests."""
 LEVELS = 2.0**0.125 - 1

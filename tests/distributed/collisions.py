@@ -67,7 +67,7 @@ class Spec:
     bag: bool = True
     hashed: bool = False
     evicts: bool = False
-    """Whether hashed ids evict others, which only a GPU can do."""
+    """True if hashed ids evict others, which only a GPU can do."""
     policy: str = "distance_lfu"
     interval: int = 3
     fused: str = "adagrad"

@@ -29,7 +29,7 @@ import numpy as np
 REPOSITORY = Path(__file__).parents[2]
 SERVERS = 2
 START_SECONDS = 240.0
-"""For the imports, on a busy machine."""
+"""Seconds for the imports, on a busy machine."""
 IMPORTED = (
     *("pytest", "hypothesis", "tests.distributed.small_job", "tests.distributed.zoo"),
     "torch.distributed.optim",  # compiles TorchScript for a second, where TorchRec first needs it

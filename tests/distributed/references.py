@@ -17,7 +17,7 @@ from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 
 STEP = 2.0**-18
-"""Of rows stored as differences; one without an update differs by far more."""
+"""The step of rows stored as differences; one without an update differs by far more."""
 
 
 LEVEL = 2.0**0.125 - 1

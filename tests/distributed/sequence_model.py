@@ -23,7 +23,7 @@ class Point(IntEnum):
     MANIFEST = 2
     """All files are written, and rank 0 is about to commit."""
     COMMITTED = 3
-    """It is listed, but rank 0 doesn't know: the answer of the storage is lost."""
+    """The checkpoint is listed, but rank 0 doesn't know: the answer of the storage is lost."""
     HEARD = 4
     """A rank is about to hear of it."""
 
@@ -187,7 +187,9 @@ class _Rank:
     running: Begun | None = None
     failures: int = 0
     tell: bool = False
-    """What is on its way was asked for by a ``save`` that waits: it raises what is logged else."""
+    """True if the checkpoint on its way was asked for by a ``save`` that waits, and raises errors
+    that are logged else.
+    """
     missed: bool = False
     """The last checkpoint failed here, possibly here alone: there is something to save again."""
     error: bool = False

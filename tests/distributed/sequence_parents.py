@@ -8,7 +8,7 @@ from typing import Any
 from tests.distributed.sequence_model import Begun, Event, Life
 
 Manifests = Mapping[str, Mapping[str, Any]]
-"""By id, of what is listed."""
+"""The manifests of listed checkpoints, by id."""
 
 
 def wrong_parents(

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was n
 
 Workers = Callable[[int], WorkerPool]
 STEPS = 11
-"""Of the whole run; ids are evicted every third step."""
+"""Steps of the whole run; ids are evicted every third step."""
 
 
 class Life:

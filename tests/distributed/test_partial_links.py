@@ -102,7 +102,7 @@ def go_back(
 def test_a_lost_rank_adds_links_up(
     lost: list[int], peers: bool, where: dict[str, Any], workers: Workers
 ) -> None:
-    """What a link would build on is in no image: the next checkpoint is a base."""
+    """Begin a base after a recovery: the predecessors of a link are in no image."""
     links = ["full", "differential", "differential"]
     for kinds in workers(4).run(go_back, lost=lost, peers=peers, **where):
         assert kinds == [*links, "full", "differential"]
@@ -110,7 +110,7 @@ def test_a_lost_rank_adds_links_up(
 
 @pytest.mark.parametrize("peers", some_of([False, True], 1))
 def test_a_lost_rank_adds_buckets_up(peers: bool, where: dict[str, Any], workers: Workers) -> None:
-    """As above, of LC-Checkpoint's links."""
+    """Begin a base after a recovery, with LC-Checkpoint's links."""
     kinds = ["full", "differential", "differential", "full", "differential"]
     found = workers(4).run(go_back, lost=[2], peers=peers, method="lc", **where)
     assert found == [kinds] * 4

@@ -83,7 +83,7 @@ class Followers:
 
 
 _followers: dict[str, Followers] = {}
-"""Of this worker, by the history's folder."""
+"""The followers of this worker, by the folder of a history."""
 
 
 class Life:

@@ -213,7 +213,7 @@ def test_foreign_writes_fail_the_save(workers: Workers, tmp_path: Path, after: i
 
 @pytest.mark.parametrize("after", [0, 2])
 def test_tables_that_move_fail_the_save(workers: Workers, tmp_path: Path, after: int) -> None:
-    """They lie elsewhere from then on: rows that were not copied yet may be newer."""
+    """Move tables to other memory: rows that were not copied yet may be newer from then on."""
     plan, actions = PLANS["rows"], ["share_memory"]
     pool = workers(2)
     (error,) = pool.run(spoiled, root=str(tmp_path), plan=plan, actions=actions, after=after)[0]

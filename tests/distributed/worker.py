@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 CASE_TIMEOUT = timedelta(seconds=150)
-"""For a busy machine; less than a case has."""
+"""The patience with a busy machine; less than a case has."""
 
 
 def main(address: str) -> None:

@@ -132,7 +132,7 @@ def test_the_servers_tables_are_put_into_a_page(tmp_path: Path) -> None:
 
 
 def test_the_servers_tables_are_the_result() -> None:
-    """Where nothing was measured yet, the page shows nothing."""
+    """Show nothing on the page where nothing was measured yet."""
     result_file = RESULTS / "serving.json"
     wanted = markdown(result("serving.json")) if result_file.exists() else ""
     assert shown(REPOSITORY / "docs" / "how-to" / "serve.md") == wanted

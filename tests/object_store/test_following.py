@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def test_a_run_that_publishes_to_s3(
     bucket: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is followed over a restore and a pruning; while the store fails, serving goes on."""
+    """Follow a run over a restore and a pruning; while the store fails, serving goes on."""
     use(monkeypatch, proxy.url)
     root = f"{bucket}/serve"
     job = Job(tmp_path, publish=Publish(root, every_seconds=1e6, bits=32, keep=1))

@@ -26,7 +26,7 @@ from torchrec_checknrun.tracking import TrackedModel, track
 from torchrec_checknrun.writers.lease import Lease
 
 NUMPY = [pytest.mark.slow] if kernel.has_extension() else []
-"""That NumPy does what the compiled kernel does is always tested."""
+"""Tests that NumPy does the same as the compiled kernel always run."""
 
 
 @pytest.fixture(scope="module", autouse=True)

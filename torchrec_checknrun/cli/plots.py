@@ -41,7 +41,7 @@ class Point:
 
     @property
     def total(self) -> int:
-        """The checkpoint's bytes in storage."""
+        """Return the checkpoint's bytes in storage."""
         return sum(self.bytes.values())
 
 

@@ -107,19 +107,19 @@ class Codec(ABC):
     version: ClassVar[int] = 1
     """Highest version that this class reads, and the one that it writes."""
     lossy: ClassVar[bool]
-    """Whether decoded values may differ from the encoded ones."""
+    """True if decoded values may differ from the encoded ones."""
     verbatim: ClassVar[bool] = False
-    """Whether encoded data are the rows' own bytes, row after row: a restore copies such rows
+    """True if encoded data are the rows' own bytes, row after row: a restore copies such rows
     without decoding.
     """
     surveys: ClassVar[bool] = False
-    """Whether ranks must ``survey`` their rows and ``settle`` the codec before any row is encoded.
+    """True if ranks must ``survey`` their rows and ``settle`` the codec before any row is encoded.
     Such rows are never encoded in the stall.
     """
     at_once: ClassVar[bool] = False
-    """Whether to decode a part of a block costs as much as the whole: callers decode once."""
+    """True if decoding a part of a block costs as much as the whole: callers decode once."""
     chained: ClassVar[bool] = False
-    """Whether rows may be differences to earlier versions: then all chunks of a table are this
+    """True if rows may be differences to earlier versions: then all chunks of a table are this
     codec's, and a restore reads them in the chain's order.
     """
 
@@ -140,7 +140,7 @@ class Codec(ABC):
     @property
     @abstractmethod
     def value_bits(self) -> int:
-        """Bits of one stored value, without the overhead of a row: the codec's width."""
+        """Return the bits of one stored value, without the overhead of a row: the codec's width."""
 
     @abstractmethod
     def encode(
@@ -317,7 +317,7 @@ class Method(IntEnum):
     GREEDY = 2
     """The paper's search: cuts the range at either end, a bin at a time."""
     ADAPTIVE = 3
-    """This package's search: fits scale and bias to the codes, from several ranges."""
+    """The search of this package: fits scale and bias to the codes, from several ranges."""
 
 
 class Refusal(IntEnum):

@@ -30,7 +30,7 @@ class Recorder(Protocol):
 
     @property
     def base(self) -> bool:
-        """Whether all rows stand alone."""
+        """Return whether all rows stand alone."""
 
     def encode(self, ids: torch.Tensor, upon: Upon[_T]) -> _T:
         """Have rows, or their state, encoded, and note what they restore to."""
@@ -124,7 +124,7 @@ class Chained(Codec):
 
     @property
     def _upon_others(self) -> bool:
-        """Whether rows are encoded upon predecessors now."""
+        """Return whether rows are encoded upon predecessors now."""
         return self._recorder is not None and not self._recorder.base
 
     def _link_parameters(self) -> Parameters:

@@ -37,7 +37,7 @@ DEFAULT_MEAN_BITS = 3.0
 _NUMBERS = ("step", "mean_bits", "loss", "current_loss")
 _COUNTS = ("total_steps", "batch_size")
 _TOLD = ("current_loss", "total_steps", "batch_size")
-"""What ``loss`` needs beside itself."""
+"""The arguments that ``loss`` needs beside itself."""
 _MOST_BITS = 24.0
 
 

@@ -92,7 +92,7 @@ class ImportanceWeighted(Codec):
 
     @property
     def value_bits(self) -> int:
-        """Bits of a row without a known importance."""
+        """Return the bits of a row without a known importance."""
         return 4 if self.mean_bits is None else self._fixed_width
 
     @property

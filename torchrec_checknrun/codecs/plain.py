@@ -25,7 +25,7 @@ from torchrec_checknrun.codecs.base import (
 )
 
 _BLOCK_BYTES = 1 << 19
-"""Of rows cast at a time: still in the processor's cache when they are read again."""
+"""Bytes of rows cast at a time: still in the processor's cache when they are read again."""
 
 
 class Exact(Codec):

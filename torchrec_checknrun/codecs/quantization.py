@@ -43,8 +43,8 @@ _ROWWISE = tuple(method.name.lower() for method in Method)
 _FISHER = ("fisher", "delta")
 METHODS = (*_ROWWISE, "kmeans", "importance", *_FISHER, "lc", *_NARROW)
 ALONE = {"delta": "fisher", "lc": "adaptive"}
-"""By method whose rows build on the last checkpoint, the one that takes its place where they can't:
-each row by itself.
+"""The method of rows by themselves in place of each method whose rows build on the last checkpoint,
+where they can't.
 """
 _STEPS = ("step", "loss", "current_loss", "total_steps", "batch_size", "tail")
 """Fields for ``_FISHER`` alone."""
@@ -73,7 +73,7 @@ class TableEncoding:
 
     @property
     def state_scheme(self) -> str:
-        """The scheme, of ``row_state.STATE_SCHEMES``, for state that isn't differences."""
+        """Return the scheme, of ``row_state.STATE_SCHEMES``, for state that isn't differences."""
         return "log8" if self.optimizer == LOGDELTA else self.optimizer
 
     def keeps(self, state: torch.Tensor) -> bool:
@@ -310,12 +310,12 @@ class Quantization:
 
     @property
     def codecs(self) -> list[Codec]:
-        """The codecs in use, of those tables that are not stored exactly for being small."""
+        """Return the codecs in use, of those tables that are not stored exactly for being small."""
         return [choice._encoding.codec for choice in (self, *self.tables.values())]
 
     @property
     def link_method(self) -> str | None:
-        """The method by which any tables build on the last checkpoint; None if none do."""
+        """Return the method by which any tables build on the last checkpoint; None if none do."""
         return next((q.method for q in (self, *self.tables.values()) if q.method in ALONE), None)
 
     def without_links(self, tables: Iterable[str]) -> Quantization:
@@ -337,7 +337,9 @@ class Quantization:
 
     @property
     def width(self) -> int | None:
-        """Bits of tables without a choice of their own; None if not one number, or ``"auto"``."""
+        """Return the bits of tables without a choice of their own; None if not one number, or
+        ``"auto"``.
+        """
         return self.bits if isinstance(self.bits, int) else None
 
     @property

@@ -27,11 +27,11 @@ from torchrec_checknrun.codecs.base import Parameters, require_size
 LOGDELTA = "logdelta"
 """The scheme of row-wise state whose rows are ``log_levels``, or differences of these."""
 _STEP = 8 / 63
-"""Of rowlog8: the logarithm, to base 2, of the ratio of two levels; 126 make 16 powers of two."""
+"""The logarithm, to base 2, of the ratio of two levels of rowlog8; 126 make 16 powers of two."""
 _LEAST_SCALE = 2.0**-93
-"""Of rowlog8: the lowest level of such a row is still a normal number."""
+"""The least scale of rowlog8: the lowest level of such a row is still a normal number."""
 _KEY_BITS = 15
-"""Of rowlog8: low bits of a ratio to the row's scale that its code doesn't depend on."""
+"""Low bits of a ratio to the row's scale that its code in rowlog8 doesn't depend on."""
 _BLOCK_VALUES = 2**15
 """Values that rowlog8 encodes at a time: they stay in the processor's cache."""
 

@@ -99,8 +99,8 @@ class Piece:
 
     @property
     def family(self) -> Hashable:
-        """What pieces have in common that can be joined undecoded; equal to nothing else for a
-        piece that can't be joined at all.
+        """Return the properties that pieces must share to be joined undecoded; equal to nothing
+        else for a piece that can't be joined at all.
         """
         weight = self.weight
         family = weight.codec.family(weight.parameters, weight.cols)

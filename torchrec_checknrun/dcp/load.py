@@ -65,7 +65,7 @@ class LoadPlanner(DcpLoadPlanner):
 
     @property
     def skipped(self) -> list[str]:
-        """Descriptions of tables and values on one side only, where ``fit`` allows that."""
+        """Return descriptions of tables and values on one side only, where ``fit`` allows that."""
         return self._restore.skipped
 
     @picklable_errors()  # DCP sends errors to rank 0

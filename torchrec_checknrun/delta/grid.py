@@ -8,7 +8,9 @@ from enum import IntEnum
 import numpy as np
 
 LEAST_EXPONENT, MOST_EXPONENT = -149, 104
-"""Of a grid: the least step is fp32's least number, the largest keeps 24 bit codes finite."""
+"""Exponents of a grid: the least step is fp32's least number, the largest keeps 24 bit codes
+finite.
+"""
 MOST_CODE = (1 << 24) - 1
 """The largest magnitude of a code: codes of 24 bit are exact in fp32."""
 EXACT = -(1 << 15)
@@ -16,14 +18,14 @@ EXACT = -(1 << 15)
 
 
 class Kind(IntEnum):
-    """How a row is restored."""
+    """The way in which a row is restored."""
 
     NONE = 0
     """Not at all: no predecessor is known."""
     GRID = 1
-    """Its codes are integers, to be multiplied by its step."""
+    """Codes are integers, to be multiplied by the row's step."""
     VERBATIM = 2
-    """Its codes are the bits of fp32."""
+    """Codes are the bits of fp32."""
 
 
 @dataclass

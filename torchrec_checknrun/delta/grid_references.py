@@ -29,7 +29,7 @@ _BIAS = 150
 
 
 class _Form(IntEnum):
-    """How a row is kept."""
+    """The form in which a row is kept."""
 
     NONE = 0
     BYTES = 1
@@ -218,7 +218,7 @@ class GridReferences(References):
 
     @property
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Forms, exponents and slots as the compiled operations take them."""
+        """Return the forms, exponents and slots as the compiled operations take them."""
         forms, exponents = torch.from_numpy(self._forms), torch.from_numpy(self._exponents)
         return forms, exponents, torch.from_numpy(self._slots)
 
@@ -328,7 +328,7 @@ class _Beside:
 
     @property
     def all(self) -> np.ndarray:
-        """All rows by place, free places included."""
+        """Return all rows by place, free places included."""
         return self._rows
 
     def at(self, places: np.ndarray) -> np.ndarray:

@@ -59,7 +59,7 @@ PLANES: dict[int, list[Plane]] = {
     **{each: _planes(each + 1) for each in range(1, VERBATIM)},
     VERBATIM: _planes(32),
 }
-"""By class; class 0 needs none."""
+"""The planes of each class; class 0 needs none."""
 
 
 def classes_of(symbols: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from torchrec_checknrun.shards import Rectangle
 
 
 class LogReferences:
-    """What one row-wise state of a shard's rows restores to, as codes.
+    """The codes that one row-wise state of a shard's rows restores to.
 
     Args:
         state: the state's name.
@@ -33,7 +33,7 @@ class LogReferences:
 
     @property
     def bytes(self) -> int:
-        """Memory that is taken."""
+        """Return the memory that is taken, in bytes."""
         return self._codes.nbytes
 
     def clear(self) -> None:

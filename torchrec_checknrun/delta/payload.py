@@ -20,10 +20,10 @@ from torchrec_checknrun.delta.layout import SLACK
 
 VERSION = 1
 _LEVEL = 1
-"""Of zstd: higher levels make these streams no smaller."""
+"""The level of zstd: higher ones make these streams no smaller."""
 _MATCHING = {"min_match": 7, "hash_log": 6}
-"""Of zstd: repeated bytes are chance here, and pointing to them takes more than coding them again.
-Without these limits links take up to 4 % more.
+"""Limits of zstd's matching: repeated bytes are chance here, and pointing to them takes more than
+coding them again. Without these limits links take up to 4 % more.
 """
 _LEAST_COMPRESSED = 16
 """Bytes of a stream that can be worth a frame."""
@@ -32,7 +32,7 @@ _MOST_EXPANSION = 1 << 16
 _LONGEST_LENGTH = 9
 """Bytes of a length: 63 bits, seven in a byte."""
 _LEAST_WINDOW = 1024
-"""Of zstd; a frame with a wider window than its content is none of ours."""
+"""The least window of zstd; a frame with a wider window than its content is none of ours."""
 
 _local = threading.local()
 

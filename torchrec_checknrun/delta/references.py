@@ -32,7 +32,7 @@ Restored = Callable[[np.ndarray], Grid]
 
 
 class References(ABC):
-    """What the rows of one shard restore to.
+    """The values that the rows of one shard restore to.
 
     Args:
         table: the table's name.
@@ -45,7 +45,7 @@ class References(ABC):
     """
 
     keeps_bits: ClassVar[bool]
-    """Whether ``gather`` returns the bits of rows that are stored bit for bit."""
+    """True if ``gather`` returns the bits of rows that are stored bit for bit."""
 
     def __init__(self, table: str, rectangle: Rectangle, states: Iterable[str] = ()) -> None:
         self.table = table
@@ -61,13 +61,13 @@ class References(ABC):
 
     @property
     def digest(self) -> int:
-        """Of all rows with the states that are kept, modulo 2**64."""
+        """Return the digest of all rows with the states that are kept, modulo 2**64."""
         return (self.weights_digest + sum(one.digest for one in self.states.values())) % WORD
 
     @property
     @abstractmethod
     def bytes(self) -> int:
-        """Memory that is taken."""
+        """Return the memory that is taken, in bytes."""
         return sum(one.bytes for one in self.states.values())
 
     @abstractmethod

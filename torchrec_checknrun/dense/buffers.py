@@ -67,7 +67,7 @@ class PerRankBuffers:
 
     @property
     def names(self) -> list[str]:
-        """The buffers' names, sorted."""
+        """Return the buffers' names, sorted."""
         return sorted(self._merges)
 
     def __str__(self) -> str:

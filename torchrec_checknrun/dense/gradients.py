@@ -55,7 +55,7 @@ class PendingGradients:
         self._hooks: dict[int, _Hook] = {}
         """Their hooks."""
         self._sharded: set[int] = set()
-        """Those that are DTensors."""
+        """The watched parameters that are DTensors."""
         self._names: dict[int, str] = {}
         """Names of those that were the model's when first seen."""
         self._known: set[int] = set()
@@ -63,8 +63,8 @@ class PendingGradients:
         self._others: dict[int, weakref.ref[Optimizer]] = {}
         """Optimizers, by ``id``, that have stepped since the last look, and were not known."""
         self._examined: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
-        """Those that were looked at since the last new parameter, each with its size: most belong
-        to other models. By ``id``: a user's optimizer may have no hash.
+        """The optimizers looked at since the last new parameter, each with its size: most belong to
+        other models. By ``id``: a user's optimizer may have no hash.
         """
         self._told: set[object] = set()
         self._waiting: set[int] = set()
@@ -72,7 +72,9 @@ class PendingGradients:
         """Parameters that can't have a gradient at present, and aren't watched."""
         self._sizes: list[tuple[weakref.ref[Optimizer], int]] = []
         self._inside: dict[int, list[weakref.ref[Optimizer]]] = {}
-        """By the ``id`` of each optimizer that has stepped since the last look, those inside."""
+        """The optimizers inside each one that has stepped since the last look, by the latter's
+        ``id``.
+        """
         self._watch()
         self._waiting.clear()  # whether earlier gradients were applied is unknown
         method = weakref.WeakMethod(self._stepped)
@@ -85,7 +87,7 @@ class PendingGradients:
 
     @property
     def waiting(self) -> bool:
-        """Whether a parameter has a gradient that it got since an optimizer last stepped it.
+        """Return whether a parameter has a gradient that it got since an optimizer last stepped it.
 
         ``zero_grad`` may have dropped it, if the loss was for other parameters or not finite. A
         parameter that was frozen, or in no optimizer, until now counts as well, as does one whose

@@ -47,7 +47,7 @@ class NestedOptimizer:
 
     @cached_property
     def _inner(self) -> dict[str, DenseOptimizer | _OwnForm]:
-        """The hidden optimizers, in the nest as the outermost one has last seen it."""
+        """Return the hidden optimizers, in the nest as the outermost one has last seen it."""
         return {
             path: self._dense(hidden) if self._is_known(hidden) else _OwnForm(hidden)
             for path, hidden in hidden_optimizers(self._outer.nest).items()

@@ -121,7 +121,7 @@ class DenseOptimizer:
 
     @cached_property
     def nest(self) -> list[Node]:
-        """The optimizers in the nest as it was at the first look, or as it is ``stored``."""
+        """Return the optimizers in the nest as it was at the first look, or as it is ``stored``."""
         return all_nodes(self._state)
 
     def stored(self) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class SavedGroups:
 
     @property
     def numbered(self) -> bool:
-        """Whether parameters are stored by torch's numbers."""
+        """Return whether parameters are stored by torch's numbers."""
         keys = [key for of_group in self._keys for key in of_group]
         return bool(keys) and all(type(key) is int for key in keys)
 

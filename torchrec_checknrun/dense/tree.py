@@ -96,7 +96,7 @@ class Parameter:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """The state made for the parameter; None if there is none.
+        """Return the state made for the parameter; None if there is none.
 
         What a ``ZeroRedundancyOptimizer`` has itself is left from its ``load_state_dict``.
         """

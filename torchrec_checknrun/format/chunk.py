@@ -71,7 +71,7 @@ class EncodedChunk(io.BytesIO):
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each piece."""
+        """Return the bytes of each piece."""
         return [p.nbytes if type(p) is memoryview else len(p) for p in self.pieces]
 
     def encode(self) -> EncodedChunk:
@@ -206,7 +206,7 @@ class BlockHeader:
 
     @property
     def kind(self) -> str:
-        """The whole tensor's dtype and shape, for errors."""
+        """Return the whole tensor's dtype and shape, for errors."""
         return f"{dtype_name(self.dtype)} {list(self.size)}"
 
 

@@ -22,7 +22,7 @@ Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
 
 
 class Loss(Record, frozen=True):
-    """What one failure has cost one rank.
+    """The cost of one failure to one rank.
 
     Attributes:
         rank: the rank whose rows went back.
@@ -40,7 +40,7 @@ class Loss(Record, frozen=True):
 
     @property
     def portion(self) -> float:
-        """The portion of lost samples."""
+        """Return the portion of lost samples."""
         return max(0, self.step - self.since) / (self.total_steps * self.ranks)
 
 

@@ -39,8 +39,8 @@ FORMAT_VERSION = 2
 """The highest version that is read. A checkpoint gets the lowest one that holds all of it."""
 PLAIN_VERSION = 1
 DIFFERENCES_VERSION = 2
-"""Of checkpoints with tables stored as differences, or other chunks that are differences to the
-parent's.
+"""The version of checkpoints with tables stored as differences, or other chunks that are
+differences to the parent's.
 """
 _UNSTORED = frozenset({"checksum"})
 _LATER = frozenset({"optimizer_options"})
@@ -87,7 +87,7 @@ class Header:
 
 
 class TableDigests(Record, frozen=True):
-    """What a table stored as differences restores to, as sums of row digests in hex.
+    """The rows that a table stored as differences restores to, as sums of row digests in hex.
 
     Attributes:
         before: what the links of this checkpoint build on; None: all rows stand alone.
@@ -243,27 +243,27 @@ class Manifest(Record, frozen=True, dict=True):
 
     @property
     def link(self) -> Link:
-        """A reference to this checkpoint."""
+        """Return a reference to this checkpoint."""
         return Link(self.id, self.checksum)
 
     @property
     def lossy(self) -> bool:
-        """Whether rows were stored with a loss."""
+        """Return whether rows were stored with a loss."""
         return any(table.error_rows > 0 for table in self.tables.values())
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all rank files in storage."""
+        """Return the bytes of all rank files in storage."""
         return sum(file.size for file in self.files)
 
     @property
     def full_fp32_bytes(self) -> int:
-        """Bytes of a full fp32 checkpoint: all rows, optimizer state and dense part."""
+        """Return the bytes of a full fp32 checkpoint: all rows, optimizer state and dense part."""
         return sum(table.fp32_bytes for table in self.tables.values()) + self.dense_bytes
 
     @property
     def modified_fraction(self) -> float:
-        """Stored values over all values of the tables."""
+        """Return the number of stored values over that of all values of the tables."""
         total = sum(table.rows * table.dim for table in self.tables.values())
         stored = sum(table.stored_values for table in self.tables.values())
         return stored / total if total else 0.0
@@ -293,7 +293,7 @@ class Manifest(Record, frozen=True, dict=True):
 
     @cached_property
     def size(self) -> int:
-        """Bytes of the manifest file."""
+        """Return the bytes of the manifest file."""
         return len(self.to_bytes())
 
     def sealed(self) -> Manifest:

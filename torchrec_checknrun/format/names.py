@@ -42,8 +42,8 @@ class CheckpointId:
 
     @property
     def age(self) -> tuple[int, bool, str]:
-        """The key that sorts checkpoints: the newest has the highest. A compacted copy is newer
-        than its original, even if a user named the original.
+        """Return the key that sorts checkpoints: the newest has the highest. A compacted copy is
+        newer than its original, even if a user named the original.
         """
         return self.sequence, self.is_copy, self.name
 

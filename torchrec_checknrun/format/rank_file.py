@@ -57,7 +57,7 @@ LARGEST_CHUNK = 2 << 30
 """The most bytes of a chunk of rows or a block; a state object is one chunk of any size."""
 
 Header = RowsHeader | BlockHeader
-"""What the index entry of a chunk of rows, or of a block, stands for."""
+"""The content that the index entry of a chunk of rows, or of a block, stands for."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _Written:
 
     @property
     def entry(self) -> Entry:
-        """The chunk's entry in the index."""
+        """Return the chunk's entry in the index."""
         checksum = self.checksum.hexdigest()
         return replace(self.described, offset=self.offset, length=self.length, checksum=checksum)
 

@@ -32,7 +32,7 @@ from torchrec_checknrun.format.rank_file import FOOTER, Header, parse_index
 from torchrec_checknrun.store.folder import Folder
 
 VISIBLE_SECONDS = 10.0
-"""How long a file that rank 0 has seen may take to appear on this machine."""
+"""Seconds that a file that rank 0 has seen may take to appear on this machine."""
 _READS = 2
 _LOOK_SECONDS = 0.25
 """The pause between two looks for such a file."""

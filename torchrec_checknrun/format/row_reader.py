@@ -53,21 +53,21 @@ class StoredRows:
     # Not functools.cached_property: in Python 3.11 its lock makes threads wait for each other.
     @property
     def _parts(self) -> list[memoryview]:
-        """All sections except the ids."""
+        """Return all sections except the ids."""
         if self._others is None:
             self._others = list(self._sections)
         return self._others
 
     @property
     def weight(self) -> EncodedRows:
-        """The rows' weights, encoded."""
+        """Return the rows' weights, encoded."""
         if self._weight is None:
             self._weight = self._open_weight()
         return self._weight
 
     @property
     def states(self) -> dict[str, EncodedState]:
-        """The rows' optimizer states, encoded, by name."""
+        """Return the rows' optimizer states, encoded, by name."""
         if self._states is None:
             self._states = self._open_states()
         return self._states

@@ -40,7 +40,7 @@ class EncodedRows:
 
     @property
     def raw(self) -> torch.Tensor | None:
-        """The rows' raw bytes; None if the rows are encoded.
+        """Return the rows' raw bytes; None if the rows are encoded.
 
         Raises:
             ValueError: the number of bytes is wrong.
@@ -52,7 +52,7 @@ class EncodedRows:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a decoded row."""
+        """Return the bytes of a decoded row."""
         return self.cols * self.dtype.itemsize
 
     def select(self, positions: np.ndarray) -> EncodedRows | None:
@@ -175,7 +175,7 @@ class EncodedState:
 
     @property
     def raw(self) -> torch.Tensor | None:
-        """The rows' raw bytes; None if the rows are encoded."""
+        """Return the rows' raw bytes; None if the rows are encoded."""
         return self.data if self.parameters["scheme"] == "fp32" else None
 
     def select(self, positions: np.ndarray) -> EncodedState:
@@ -208,7 +208,7 @@ class LogState(EncodedState):
 
     @property
     def raw(self) -> None:
-        """The rows are encoded."""
+        """Return None: the rows are encoded."""
 
     @classmethod
     def of(cls, codes: np.ndarray) -> LogState:

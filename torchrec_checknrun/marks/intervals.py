@@ -25,7 +25,7 @@ class IntervalClock:
 
     @property
     def full(self) -> bool:
-        """Whether no further interval has a number."""
+        """Return whether no further interval has a number."""
         return self.interval >= _MOST
 
 
@@ -43,7 +43,7 @@ class KeptMarks:
 
     @property
     def rows(self) -> torch.Tensor:
-        """By row, the interval: ``(rows,)`` uint8."""
+        """Return the interval of each row: ``(rows,)`` uint8."""
         return self.memory[:-1]
 
     def mark(self, ids: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ _ALL_NAMED = sum(NAMED)
 
 
 class Fate(NamedTuple):
-    """What may become of a layer's rows; layers of one fate can be united.
+    """The outcomes that a layer's rows may have; layers of one fate can be united.
 
     Attributes:
         bits: consumers for which the rows count; 0, and of no concern, without shares: what doesn't
@@ -98,8 +98,8 @@ class Layer:
 
     @property
     def shares(self) -> list[Share]:
-        """The parts of open cuts that took consumers' bits from the layer: held weakly, as cuts
-        are.
+        """Return the parts of open cuts that took consumers' bits from the layer: held weakly, as
+        cuts are.
         """
         return [share for of in self._shares if (share := of()) is not None]
 
@@ -216,7 +216,7 @@ def add_rows(marks: torch.Tensor, rows: RowSet, consumer: int) -> None:
 
 @dataclass(eq=False)
 class Share:
-    """What one cut took from one shard's marks.
+    """The marks that one cut took from one shard.
 
     Attributes:
         consumers: the consumers whose bits were taken.

@@ -71,12 +71,12 @@ class Marks:
 
     @property
     def live(self) -> torch.Tensor:
-        """The marks since the last cut, ``(rows,)`` uint8, which may be changed."""
+        """Return the marks since the last cut, ``(rows,)`` uint8, which may be changed."""
         return self._state.live[: self.rows]
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The frozen marks, older than the live ones."""
+        """Return the frozen marks, older than the live ones."""
         return self._state.layers
 
     def mark(self, ids: torch.Tensor, keep: bool = True) -> None:

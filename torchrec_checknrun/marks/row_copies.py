@@ -57,7 +57,7 @@ class Overflow:
 
     @property
     def nearly_full(self) -> bool:
-        """Whether less than a quarter of the pages is free."""
+        """Return whether less than a quarter of the pages is free."""
         return bool(4 * self.native.free() < self.native.total())
 
 
@@ -80,12 +80,12 @@ class RowCopies:
 
     @property
     def over(self) -> bool:
-        """True once no row has to be protected any more: all are copied, or the save failed."""
+        """Return True once no row has to be protected: all are copied, or the save failed."""
         return self._over
 
     @property
     def failure(self) -> BaseException | None:
-        """The reason why the copies can't be used; None if they can."""
+        """Return the reason why the copies can't be used; None if they can."""
         return self._failure
 
     def add(self, kernel: KernelCopies) -> None:
@@ -242,7 +242,7 @@ class KernelCopies:
 
     @property
     def native(self) -> Any:
-        """The compiled object; from any thread.
+        """Return the compiled object; from any thread.
 
         Raises:
             RuntimeError, ValueError, MemoryError: it can't be made.
@@ -324,7 +324,7 @@ class ShardCopies:
 
     @functools.cached_property
     def native(self) -> Any:
-        """The compiled object of this shard, looked up behind training."""
+        """Return the compiled object of this shard, looked up behind training."""
         return self._kernel.native.shard(self._place)
 
     def stage(

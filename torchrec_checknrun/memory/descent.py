@@ -118,7 +118,7 @@ class KeptDescent:
 
     @property
     def heads(self) -> tuple[str | None, ...]:
-        """The checkpoints that the image may descend from."""
+        """Return the checkpoints that the image may descend from."""
         return (self.known.head, *(attempt.id for attempt in self.known.attempts))
 
     def begin(self, id: str, full: bool) -> None:

@@ -196,7 +196,7 @@ class RankImage:
 
     @property
     def is_broken(self) -> bool:
-        """Whether there is no image any more, of which the log tells."""
+        """Return whether there is no image any more, of which the log tells."""
         return self._broken
 
     def unready(self) -> None:
@@ -333,13 +333,15 @@ class RankImage:
 
     @property
     def incarnation(self) -> str:
-        """The name of the images that were begun together with this one."""
+        """Return the name of the images that were begun together with this one."""
         assert self._areas is not None
         return self._areas.layout.incarnation
 
     @property
     def known_lineage(self) -> tuple[str, int, bool]:
-        """The lineage's name, the lossy restores, and whether the next checkpoint must be full."""
+        """Return the lineage's name, the lossy restores, and whether the next checkpoint must be
+        full.
+        """
         known = self._descent.known
         return known.lineage, known.lossy_restores, known.must_be_full
 

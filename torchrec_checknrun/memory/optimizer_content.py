@@ -49,7 +49,7 @@ class OptimizerContent:
         self._optimizer = optimizer
         self._nest = _nest(optimizer)
         self._seen: object = None
-        """What was compared when the optimizer was last asked; None: nothing that would do."""
+        """The values compared when the optimizer was last asked; None: nothing that would do."""
         self._kept: list[object] = []
         """An id is an object's only while the object lives."""
         self._places = TensorPlaces(())

@@ -54,7 +54,7 @@ class ShardMemory:
 
     @property
     def digest(self) -> str:
-        """A digest of all that must be the same for an image to fit."""
+        """Return a digest of all that must be the same for an image to fit."""
         shards = [
             (
                 shard.table,
@@ -119,7 +119,7 @@ class ShardMemory:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the model's shards still lie where they were moved to."""
+        """Return whether the model's shards still lie where they were moved to."""
         now = [shard for shard in self._tracked.shards if not shard.local.replicated]
         return now == self.shards and self._moved == self._places()
 

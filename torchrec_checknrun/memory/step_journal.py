@@ -120,7 +120,7 @@ class StepJournal:
 
     @property
     def is_open(self) -> bool:
-        """Whether rows have changed since the last step's end."""
+        """Return whether rows have changed since the last step's end."""
         return self._open is not None
 
     def end_step(self) -> None:

@@ -27,7 +27,7 @@ class StepStates:
 
     @property
     def steps(self) -> list[int]:
-        """The steps whose state is there, whole.
+        """Return the steps whose state is there, whole.
 
         Raises:
             NoImage: the image has no such places.

@@ -52,12 +52,12 @@ class Block:
 
     @property
     def rows(self) -> Span:
-        """The part's span along the first dimension."""
+        """Return the part's span along the first dimension."""
         return self.box.spans[0]
 
     @property
     def summary(self) -> BlockSummary:
-        """The summary for the global plan, without the digest."""
+        """Return the summary for the global plan, without the digest."""
         return BlockSummary(self.path, dtype_name(self.tensor.dtype), self.size, self.box)
 
     def pieces(self, chunk_bytes: int) -> Iterator[Box]:

@@ -43,7 +43,7 @@ class DensePart:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """What is stored apart from the values of all ranks: ``parts`` and ``of_some``.
+        """Return the values stored apart from those of all ranks: ``parts`` and ``of_some``.
 
         Raises:
             UnsupportedState: a tensor can't be stored.
@@ -53,19 +53,19 @@ class DensePart:
 
     @cached_property
     def buffers(self) -> frozenset[str]:
-        """Names of the model's buffers among the values."""
+        """Return the names of the model's buffers among the values."""
         return buffer_names(self.model, self.dense) | self.broadcast
 
     @cached_property
     def broadcast(self) -> frozenset[str]:
-        """Names of the buffers that DistributedDataParallel makes alike before each use."""
+        """Return the names of the buffers that DistributedDataParallel makes alike before use."""
         wrapped = [m for m in self.model.modules() if isinstance(m, DistributedDataParallel)]
         synced = [buffer_names(m, self.dense) for m in wrapped if m.broadcast_buffers]
         return frozenset(chain.from_iterable(synced))
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        """The values that are no buffers.
+        """Return the values that are no buffers.
 
         Raises:
             UnsupportedState: a value is no tensor.
@@ -80,8 +80,8 @@ class DensePart:
 
     @cached_property
     def encoded(self) -> tuple[Tree, list[bytes | memoryview]]:
-        """The values encoded, see ``encode_state``; their bytes are the live memory if the part is
-        kept for the next checkpoint.
+        """Return the values encoded, see ``encode_state``; their bytes are the live memory if the
+        part is kept for the next checkpoint.
 
         Raises:
             UnsupportedState: a value can't be stored.
@@ -90,7 +90,7 @@ class DensePart:
 
     @cached_property
     def names(self) -> dict[torch.Tensor, str]:
-        """The names of the model's parameters."""
+        """Return the names of the model's parameters."""
         return {parameter: name for name, parameter in self.model.named_parameters()}
 
 

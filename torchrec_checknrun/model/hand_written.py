@@ -59,7 +59,7 @@ class _Seen(NamedTuple):
 
 
 _Look = list[_Seen] | tuple[list[int], list[int]]
-"""What a look at a kernel's memory shows; of a fused kernel's, addresses and versions."""
+"""The result of a look at a kernel's memory; of a fused kernel's, addresses and versions."""
 
 
 class WriteWatch:

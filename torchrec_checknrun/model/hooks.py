@@ -146,7 +146,7 @@ class DataParallelHook(KernelHook):
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients wait for one of the known dense optimizers.
+        """Return whether gradients wait for one of the known dense optimizers.
 
         Gradients that ``zero_grad`` has dropped don't; their rows stay pending, and the next step
         marks them as well.

@@ -197,7 +197,7 @@ class Kernel:
 
     @property
     def changes_in_backward_only(self) -> bool:
-        """Whether training changes the tables' memory in the fused update alone: no other
+        """Return whether training changes the tables' memory in the fused update alone: no other
         optimizer, no moving average, no cache that is written back.
         """
         cache = getattr(self.module._emb_module, "lxu_cache_weights", None)

@@ -47,7 +47,7 @@ class ModuleTree:
         self._sizes: list[int] = []
         self._before: list[list[Any]] = []
         self._kept: list[object] = []
-        """What was in them."""
+        """The content of ``_filled`` then."""
 
     def forget(self) -> None:
         """Take the model for changed."""
@@ -65,7 +65,7 @@ class ModuleTree:
 
     @property
     def latest(self) -> int:
-        """The number as it was when ``generation`` was last asked for."""
+        """Return the number as it was when ``generation`` was last asked for."""
         return self._generation
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:

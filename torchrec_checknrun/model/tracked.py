@@ -133,7 +133,7 @@ class TrackedModel(TrackedTables):
 
     @property
     def converted(self) -> bool:
-        """See the class."""
+        """Return whether the next checkpoint must be full; see the class."""
         return self._converted or any(kernel.other_states for kernel in self._kernels())
 
     @converted.setter
@@ -144,7 +144,7 @@ class TrackedModel(TrackedTables):
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients of data-parallel tables wait for their optimizer."""
+        """Return whether gradients of data-parallel tables wait for their optimizer."""
         hooks = [hook for hook in self._hooks if isinstance(hook, DataParallelHook)]
         if hooks:
             self._optimizers.find()

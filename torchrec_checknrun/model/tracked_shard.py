@@ -39,17 +39,17 @@ class TrackedShard:
 
     @property
     def table(self) -> str:
-        """The table's state-dict name without ``.weight``."""
+        """Return the table's state-dict name without ``.weight``."""
         return self.local.table
 
     @property
     def rectangle(self) -> Rectangle:
-        """The shard's rows and columns of the table."""
+        """Return the shard's rows and columns of the table."""
         return self.local.rectangle
 
     @property
     def kernel_module(self) -> object:
-        """The TorchRec kernel module that holds the shard, perhaps among other shards."""
+        """Return the TorchRec kernel module that holds the shard, perhaps among other shards."""
         return self._kernel.module
 
     def mark(self, rows: RowIds, everywhere: bool = False) -> None:

@@ -74,7 +74,7 @@ _ONLY_HYDRA = {
 
 COPY = "copy"
 LostRule = str | Callable[[Any, int], Any]
-"""How a lost rank gets a state of its own, see ``PerRank``."""
+"""The rule by which a lost rank gets a state of its own, see ``PerRank``."""
 
 
 class PerRank:

@@ -29,7 +29,9 @@ from torchrec_checknrun.store.folder import Folder
 
 Callback = Callable[[CheckpointReport], None]
 Resume = Literal["auto", "must", "never"]
-"""Whether ``restore()`` takes the newest chain if there is one, insists on one, or starts fresh."""
+"""The choice of ``restore()``: the newest chain if there is one, the newest chain or an error, or a
+fresh start.
+"""
 WhenBusy = Literal["skip", "wait"]
 
 _CHOICES = {
@@ -146,7 +148,7 @@ class Options:
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """The state objects themselves, without their declaration."""
+        """Return the state objects themselves, without their declaration."""
         return {
             name: item.state if isinstance(item, (PerRank, Replicated)) else item
             for name, item in self.state.items()
@@ -154,7 +156,7 @@ class Options:
 
     @property
     def all_triggers(self) -> tuple[Trigger, ...]:
-        """The triggers, ``every_steps`` included."""
+        """Return the triggers, ``every_steps`` included."""
         steps = () if self.every_steps is None else (EverySteps(self.every_steps),)
         return (*steps, *self.triggers)
 

@@ -82,7 +82,7 @@ class Publish:
 
     @property
     def quantization(self) -> Quantization:
-        """How rows are stored."""
+        """Return the quantization of published rows."""
         if self.bits in (None, 32):
             return Quantization()
         return Quantization(bits=self.bits, method=self.method)

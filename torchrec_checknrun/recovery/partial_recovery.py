@@ -99,7 +99,7 @@ class Side(Protocol):
 
     @property
     def known_lineage(self) -> tuple[str, int, bool]:
-        """See ``RankImage.known_lineage``."""
+        """Return the lineage, see ``RankImage.known_lineage``."""
 
     def resume(self, step: int) -> None:
         """Go on, once all ranks are at the step."""
@@ -273,7 +273,9 @@ class LostRank:
 
     @property
     def known_lineage(self) -> tuple[str, int, bool]:
-        """Of the lineage a lost rank knows only whether the next checkpoint must be full."""
+        """Return the lineage, of which a lost rank knows only whether the next checkpoint must be
+        full.
+        """
         return "", 0, self._converted
 
     def resume(self, step: int) -> None:

@@ -24,11 +24,11 @@ class Saves(Protocol):
 
     @property
     def running(self) -> object | None:
-        """The checkpoint that was begun and whose outcome was not noted yet."""
+        """Return the checkpoint that was begun and whose outcome was not noted yet."""
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether gradients wait on this rank for an optimizer's step."""
+        """Return whether gradients wait on this rank for an optimizer's step."""
 
     def recovered(
         self,

@@ -41,7 +41,7 @@ logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 @dataclass(frozen=True)
 class Recovered:
-    """What images have brought back, the same on all ranks.
+    """The state that images have brought back, the same on all ranks.
 
     Attributes:
         step: whose end the model is at.
@@ -123,12 +123,12 @@ class Survival:
         self._priority = _priority_rows(options, target, ranks)
         self._is_first = True
         self._is_begun = False
-        """Whether images were begun, on all ranks alike; some may have given theirs up since."""
+        """True once images were begun, on all ranks alike; some may have given theirs up since."""
         self.reasons: tuple[str, ...] = ()
 
     @property
     def root(self) -> Folder:
-        """The root of the checkpoints, as a restore reads it."""
+        """Return the root of the checkpoints, as a restore reads it."""
         return self._options.root if self._host is None else self._host.readable
 
     def recover(self) -> Recovered | None:

@@ -119,7 +119,9 @@ class ChainRestore:
 
     @property
     def references(self) -> list[References]:
-        """What the rows restore to, for tables stored as differences; see ``RowRestore``."""
+        """Return the values that the rows of tables stored as differences restore to; see
+        ``RowRestore``.
+        """
         return self._rows.references
 
     def _chunks(self) -> dict[str, StoredChunk]:
@@ -158,7 +160,9 @@ class ChainRestore:
 
     @property
     def progress(self) -> dict[str, OptimizerClock]:
-        """The tables' optimizer counters and learning rates at the head, by the model's tables."""
+        """Return the tables' optimizer counters and learning rates at the head, by the model's
+        tables.
+        """
         if not self._fit.optimizer:
             return {}
         tables = self._head.tables

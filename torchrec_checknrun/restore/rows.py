@@ -153,7 +153,7 @@ class RowRestore:
 
     @property
     def link_keys(self) -> list[str]:
-        """Keys of the chunks to ``build`` from, in reading order."""
+        """Return the keys of the chunks to ``build`` from, in reading order."""
         return self._links.keys
 
     def build(self, chunk: ReadableChunk) -> None:
@@ -197,7 +197,9 @@ class RowRestore:
 
     @property
     def references(self) -> list[References]:
-        """What the shards that were restored as stored can be the predecessors of."""
+        """Return the values of the shards that were restored as stored, which later rows can be
+        differences to.
+        """
         return self._links.references()
 
     def load(self, chunk: ReadableChunk, dry_run: bool) -> None:

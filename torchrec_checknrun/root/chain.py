@@ -34,7 +34,7 @@ from torchrec_checknrun.writers.claims import read_claims, require_claim
 logger = logging.getLogger(__name__)
 
 _LOOKS = 10
-"""How often to look at a root that changes during each look."""
+"""The number of looks at a root that changes during each of them."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Chain:
 
     @property
     def head(self) -> Manifest:
-        """The newest checkpoint."""
+        """Return the newest checkpoint."""
         return self.manifests[-1]
 
     @property
     def baseline(self) -> Manifest:
-        """The full checkpoint."""
+        """Return the full checkpoint."""
         return self.manifests[0]
 
     @property
     def lossy(self) -> bool:
-        """Whether any checkpoint stores rows with a loss."""
+        """Return whether any checkpoint stores rows with a loss."""
         return any(manifest.lossy for manifest in self.manifests)
 
     @property
     def widths(self) -> dict[str, int]:
-        """By table, the fewest bits in which a value of the chain may be stored."""
+        """Return the fewest bits, by table, in which a value of the chain may be stored."""
         widths: dict[str, int] = {}
         for manifest in self.manifests:
             narrow(widths, manifest)

@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = ".followers"
 HOLD_SECONDS = 300.0
-"""How long a record counts after its last renewal."""
+"""Seconds that a record counts after its last renewal."""
 RENEW_SECONDS = 60.0
-"""How often a follower that reads renews its record."""
+"""Seconds between a reading follower's renewals of its record."""
 MOST_RENEWALS = 60
 """Renewals after which a record no longer counts: an hour of reading, however seldom renewed."""
 MOST_HELD = 3

@@ -62,8 +62,8 @@ class Lineage:
 
     @property
     def chain(self) -> list[Manifest]:
-        """The checkpoints that a restore of the last one reads, as far as the history has them:
-        oldest first, the last one included.
+        """Return the checkpoints that a restore of the last one reads, as far as the history has
+        them: oldest first, the last one included.
         """
         by_id = {manifest.id: manifest for manifest in self.history}
         chain, manifest = [], self.previous
@@ -74,7 +74,7 @@ class Lineage:
 
     @property
     def chain_length(self) -> int:
-        """The number of checkpoints that a restore of the last one reads."""
+        """Return the number of checkpoints that a restore of the last one reads."""
         return len(self.chain)
 
     def ancestors(self, parent: Link | None) -> tuple[str, ...]:
@@ -192,7 +192,7 @@ class Lineage:
 
     @property
     def converted(self) -> bool:
-        """Whether the next checkpoint must be full, whatever the policy decides."""
+        """Return whether the next checkpoint must be full, whatever the policy decides."""
         return self._converted
 
     def force_full(self) -> None:

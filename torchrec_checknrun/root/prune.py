@@ -117,7 +117,7 @@ def prune(
 
 @dataclass
 class _Plan:
-    """What a pruning is about to delete.
+    """The files that a pruning is about to delete.
 
     Attributes:
         found: the committed checkpoints, by id.
@@ -135,7 +135,7 @@ class _Plan:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the checkpoints to delete."""
+        """Return the bytes of the checkpoints to delete."""
         return sum(self.found[id].stored_bytes for id in self.verdict.delete)
 
 

@@ -119,7 +119,7 @@ class CheckpointReport:
 
     @property
     def total_bytes(self) -> int:
-        """All bytes in storage."""
+        """Return all bytes in storage."""
         return sum(self.bytes.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class CheckpointReport:
 
 @dataclass(frozen=True)
 class RankSource:
-    """Where one rank's rows come from.
+    """The source of one rank's rows.
 
     Attributes:
         source: ``images``, the ``checkpoint`` in storage, or its copy in a ``peer``'s memory.

@@ -33,7 +33,7 @@ from torchrec_checknrun.writers.lease import Lease
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 _PRUNE_SECONDS = 60.0
-"""How long the end of a run, or a restore, waits for a running pruning."""
+"""Seconds that the end of a run, or a restore, waits for a running pruning."""
 
 
 class RootWriter:
@@ -78,13 +78,13 @@ class RootWriter:
 
     @property
     def lease(self) -> Lease:
-        """The right to write, once claimed."""
+        """Return the right to write, once claimed."""
         assert self._lease is not None, "the root is claimed before anything is written"
         return self._lease
 
     @property
     def epoch(self) -> int:
-        """The epoch that was claimed."""
+        """Return the epoch that was claimed."""
         return self.lease.claim.epoch
 
     def claim(self) -> None:
@@ -175,7 +175,7 @@ class RootWriter:
 
     @property
     def _uses(self) -> tuple[str, ...]:
-        """Ids that nobody may delete while this run has the root."""
+        """Return the ids that nobody may delete while this run has the root."""
         return tuple(dict.fromkeys((*self._resumed_from, *self._abandoned)))
 
     def propose(

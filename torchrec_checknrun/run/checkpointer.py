@@ -314,7 +314,7 @@ class Checkpointer(WrittenByHand):
 
     @property
     def published(self) -> CheckpointReport | None:
-        """The report of the last publication that was committed; None before the first."""
+        """Return the report of the last publication that was committed; None before the first."""
         return None if self._publisher is None else self._publisher.last
 
     @one_at_a_time("waits")

@@ -17,29 +17,29 @@ class Facts:
 
     step: int
     waiting: bool
-    """Whether gradients wait for their optimizer."""
+    """True if gradients wait for their optimizer."""
     busy: bool
-    """Whether a checkpoint or a publication is still being written."""
+    """True if a checkpoint or a publication is still being written."""
     hangs: bool
-    """Whether a checkpoint was given up and its thread has not returned yet."""
+    """True if a checkpoint was given up and its thread has not returned yet."""
     failed: bool
-    """Whether the last checkpoint was not committed and the caller has not been told yet."""
+    """True if the last checkpoint was not committed and the caller has not been told yet."""
     modified: bool
-    """Whether rows were marked since the last checkpoint, or may have been."""
+    """True if rows were marked since the last checkpoint, or may have been."""
     proposal: Proposal | None
     """Rank 0's proposal of the next checkpoint; None on other ranks."""
     committed: bool
-    """Whether rank 0 has found that this step is committed already and can be restored."""
+    """True if rank 0 has found that this step is committed already and can be restored."""
     references: str | None
     """The checkpoint, by checksum, that this rank's next one can be a link to; None: it must be a
     base.
     """
     full: bool = False
-    """Whether this rank's rows can't build on earlier checkpoints."""
+    """True if this rank's rows can't build on earlier checkpoints."""
     copied: Copied | None = None
-    """What became of a compaction behind training, on rank 0; None: nothing new."""
+    """The outcome of a compaction behind training, on rank 0; None: nothing new."""
     publishing: bool = False
-    """Whether it is a publication that is still being written."""
+    """True if a publication is still being written."""
 
 
 class Begun(Enum):

@@ -33,7 +33,7 @@ class Outcomes:
 
     @property
     def has_failure(self) -> bool:
-        """Whether a failure waits to be raised."""
+        """Return whether a failure waits to be raised."""
         return self._error is not None
 
     def failed(self, error: BaseException, tell: bool) -> None:

@@ -81,7 +81,9 @@ class Proposer:
 
     @property
     def references(self) -> str | None:
-        """The checkpoint, by checksum, that this rank's next one can be a link to; None: none."""
+        """Return the checkpoint, by checksum, that this rank's next one can be a link to; None:
+        none.
+        """
         if not self._deltas:
             return NO_LINKS
         return self._links.belong_to(self._tracked, self.quantization)

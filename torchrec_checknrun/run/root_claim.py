@@ -22,7 +22,7 @@ logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 
 class RootClaim:
-    """This run's right to write to its root.
+    """The right of one run to write to its root.
 
     Args:
         writer: takes and renews the claim, on rank 0.

@@ -121,17 +121,17 @@ class Saver:
         self._waited = 0.0
         """Seconds waited for the checkpoint before the one that may be begun now."""
         self._must_tell = False
-        """Whether somebody waits for the running checkpoint and must hear of its failure."""
+        """True if somebody waits for the running checkpoint and must hear of its failure."""
         self._last: CheckpointReport | None = None
 
     @property
     def hangs(self) -> bool:
-        """Whether a checkpoint that was given up still uses its snapshot."""
+        """Return whether a checkpoint that was given up still uses its snapshot."""
         return self._background.hangs
 
     @property
     def running(self) -> Save | None:
-        """The checkpoint that was begun and whose outcome was not noted yet."""
+        """Return the checkpoint that was begun and whose outcome was not noted yet."""
         return self._running
 
     def progressed(self) -> None:
@@ -204,7 +204,7 @@ class Saver:
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether gradients wait on this rank for an optimizer's step."""
+        """Return whether gradients wait on this rank for an optimizer's step."""
         return self._gradients.waiting or self._target.tracked.waiting
 
     def unchanged(self) -> CheckpointReport:

@@ -57,7 +57,7 @@ class Copies(Protocol):
 
     @property
     def copy_to(self) -> CopyTo:
-        """Where this rank's next file goes as well."""
+        """Return the second destination of this rank's next file."""
 
     def committed(self, manifest: Manifest) -> None:
         """Do what is to be done with the copy of a committed checkpoint; a collective of the
@@ -67,7 +67,7 @@ class Copies(Protocol):
 
 @dataclass
 class Destination:
-    """Where saves of one kind go.
+    """The destination of saves of one kind.
 
     Attributes:
         root: of the checkpoints.
@@ -283,8 +283,8 @@ class Background:
 
     @property
     def hangs(self) -> bool:
-        """True while the thread of a given-up checkpoint still runs, in the middle of a collective
-        or a storage operation. Waits for a thread that is about to end.
+        """Return True while the thread of a given-up checkpoint still runs, in the middle of a
+        collective or a storage operation. Waits for a thread that is about to end.
         """
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
@@ -301,7 +301,7 @@ class Background:
 
     @property
     def copies_later(self) -> bool:
-        """Whether rows are copied behind training where their table allows it."""
+        """Return whether rows are copied behind training where their table allows it."""
         return self.memory.mode == "copy_on_write"
 
     def _prepare_memory(self, items: Items) -> None:

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 class _Kind(NamedTuple):
-    """What references are to be kept of a shard.
+    """The kind of references to keep of a shard.
 
     Attributes:
         states: names of the optimizer states to keep.
@@ -221,7 +221,7 @@ class HeldReferences:
 
     @property
     def bytes(self) -> int:
-        """Memory of the references."""
+        """Return the memory of the references, in bytes."""
         return sum(one.bytes for one in self._held.values())
 
 

@@ -1,4 +1,5 @@
-"""This rank's part of a checkpoint between the cut and its plan: what the background does first.
+"""Follow one rank's part of a checkpoint from the cut to its plan, the first work of the
+background.
 
 Made by the training thread at the cut; all else happens in the background's thread.
 """
@@ -24,7 +25,7 @@ from torchrec_checknrun.threads import ReadyThread
 
 
 class LocalPart:
-    """This rank's part of a checkpoint, or the error that prevents it."""
+    """One rank's part of a checkpoint, or the error that prevents it."""
 
     def __init__(self, save: Save, differences: RankDifferences) -> None:
         self.staging: Staging | None = None

@@ -31,7 +31,8 @@ _STATE_WIDTH = 4
 
 
 class ParentContent:
-    """What this rank wrote beside table rows, for the checkpoint that the next one builds on.
+    """The content that one rank wrote beside table rows, for the checkpoint that the next one
+    builds on.
 
     Args:
         form: whether anything is written as a difference.
@@ -43,7 +44,7 @@ class ParentContent:
         self._held: dict[object, bytes] = {}
         self._begun: dict[object, bytes] = {}
         self._follows = False
-        """Whether the next checkpoint may build on the one that is being written."""
+        """True if the next checkpoint may build on the one that is being written."""
 
     def jobs(self, proposal: Proposal, jobs: Iterable[Job]) -> Iterator[Job]:
         """Yield a checkpoint's jobs, with differences for what the parent holds."""

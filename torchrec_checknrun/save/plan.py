@@ -61,7 +61,7 @@ class PlanSummary:
     per_rank: tuple[str, ...]
     blocks: list[BlockSummary] = field(default_factory=list)
     surveys: Surveys = field(default_factory=dict)
-    """Of codecs that all ranks must settle before rows are encoded."""
+    """Surveys of codecs that all ranks must settle before rows are encoded."""
     lowest: tuple[str, ...] = ()
     digests: dict[str, Digest] = field(default_factory=dict)
     row_states: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Prepared:
 
     @property
     def local_plan(self) -> LocalPlan:
-        """This rank's plan, for rank 0."""
+        """Return this rank's plan, for rank 0."""
         return LocalPlan(tuple(self.items), self.summary)
 
     def jobs(self, share: Share) -> Iterator[Job]:

@@ -69,7 +69,7 @@ class _Exchange:
 
     @property
     def idle(self) -> bool:
-        """True while no answer is due."""
+        """Return True while no answer is due."""
         return self.sent.empty() and not self.complete.is_set()
 
 
@@ -210,7 +210,7 @@ class WriteProcess:
 
     @property
     def alive(self) -> bool:
-        """True while the process can still write."""
+        """Return True while the process can still write."""
         return self._process.poll() is None
 
     def close(self) -> None:

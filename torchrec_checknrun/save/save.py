@@ -72,7 +72,7 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """True once the outcome is known on this rank."""
+        """Return True once the outcome is known on this rank."""
         return self._done.is_set()
 
     def wait(self, seconds: float | None = None) -> bool:

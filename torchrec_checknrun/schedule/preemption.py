@@ -82,17 +82,17 @@ class Preemption:
 
     @property
     def heard(self) -> bool:
-        """Whether some rank has received SIGTERM, as far as known here."""
+        """Return whether some rank has received SIGTERM, as far as known here."""
         return self._heard.is_set()
 
     @property
     def all_here(self) -> bool:
-        """Whether all ranks have answered since a SIGTERM, and so can still save."""
+        """Return whether all ranks have answered since a SIGTERM, and so can still save."""
         return self._all_here.is_set()
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds left of the grace time; infinite before any SIGTERM."""
+        """Return the seconds left of the grace time; infinite before any SIGTERM."""
         return max(0.0, self._grace_ends - time.monotonic())
 
     def end(self) -> None:

@@ -73,7 +73,7 @@ class Schedule:
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds until the process ends by itself after a SIGTERM; infinite before one."""
+        """Return the seconds until the process ends by itself after SIGTERM; infinite before."""
         return self._preemption.remaining_seconds if self._preemption else math.inf
 
     def due(self, step: int) -> bool:

@@ -84,13 +84,13 @@ class Content:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the files that the plan may read."""
+        """Return the bytes of the files that the plan may read."""
         manifests = self.plan.chain.manifests[self.plan.common if self.plan.follows else 0 :]
         return sum(manifest.stored_bytes for manifest in manifests)
 
     @property
     def head(self) -> Manifest:
-        """The chain's newest checkpoint."""
+        """Return the chain's newest checkpoint."""
         return self.plan.chain.head
 
     def read(self, chunk: StoredChunk) -> memoryview:

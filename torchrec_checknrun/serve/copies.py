@@ -28,7 +28,7 @@ from torchrec_checknrun.serve.version import Version
 from torchrec_checknrun.tools.scratch import file_tensor
 
 _BLOCK_BYTES = 1 << 20
-"""Of a table, that are looked at at a time: copied in less than a millisecond."""
+"""Bytes of a table that are looked at at a time: copied in less than a millisecond."""
 _SLICE_SECONDS = 0.5
 """The longest wait between two looks whether the follower is being closed."""
 
@@ -38,7 +38,7 @@ class ReadersStay(Exception):
 
 
 class Target(Protocol):
-    """Where a version is written before anyone sees it."""
+    """The tables and dense tensors that a version is written to before anyone sees it."""
 
     def put(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> None:
         """Write rows of a table of the model, ``(n, stride)`` uint8; see ``ServedTable.put``."""
@@ -86,7 +86,7 @@ class Copies(Protocol):
 
     @property
     def version(self) -> Version | None:
-        """What predictions see that begin now."""
+        """Return the version that predictions see that begin now."""
 
 
 class _Side:
@@ -148,7 +148,7 @@ class TwoCopies:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """Both copies."""
+        """Return both copies."""
         return self._served.replica, self._idle.replica
 
     @contextmanager
@@ -256,7 +256,7 @@ class OneCopy:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """The one copy."""
+        """Return the one copy."""
         return (self.replica,)
 
     @contextmanager

@@ -130,13 +130,15 @@ class Follower:
 
     @property
     def version(self) -> Version | None:
-        """What predictions see that begin now, and how far it is behind; None before the first."""
+        """Return the version that predictions see that begin now, and how far it is behind; None
+        before the first.
+        """
         version = self._copies.version
         return None if version is None else self._lag.told(version)
 
     @property
     def error(self) -> str | None:
-        """The last error while the root was looked at, or read; None after a look without."""
+        """Return the last error of a look at the root, or a read; None after a look without."""
         return self._lag.error
 
     def poll(self, *, paced: bool = False) -> Version | None:

@@ -13,7 +13,7 @@ from torchrec_checknrun.store.folder import Folder
 
 
 class Lag:
-    """What was seen of a root, and when.
+    """The last look at a root, and its time.
 
     Times of commits are the store's, or the writer's where the store keeps none: one clock has
     stamped both that are compared. What has passed since a look is counted by this process's clock.

@@ -30,12 +30,12 @@ from torchrec_checknrun.serve.inference.tables import ServedTable
 from torchrec_checknrun.tools.links import TableLinks
 
 _BLOCK_BYTES = 1 << 18
-"""Of numbers, that are written between two rests: encoded in less than a millisecond."""
+"""Bytes of numbers that are written between two rests: encoded in less than a millisecond."""
 
 
 @dataclass
 class Memory:
-    """What a follower remembers of the rows that it serves, by saved table.
+    """The memory of a follower for the rows that it serves, by saved table.
 
     Attributes:
         touched: rows of differentials that were read since the full checkpoint.

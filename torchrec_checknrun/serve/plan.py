@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def current(self) -> bool:
-        """Whether the chain's head is served already."""
+        """Return whether the chain's head is served already."""
         return self.follows and self.common == len(self.chain.manifests)
 
 

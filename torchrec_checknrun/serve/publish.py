@@ -55,7 +55,7 @@ WIDTHS = (2, 4, 8)
 
 @dataclass(frozen=True)
 class Done:
-    """What was published.
+    """The result of a publication.
 
     Attributes:
         head: the id of the source's newest checkpoint, which the target now stands for.
@@ -69,7 +69,7 @@ class Done:
 
     @property
     def bytes(self) -> int:
-        """Bytes that were added."""
+        """Return the bytes that were added."""
         return sum(manifest.stored_bytes for manifest in self.published)
 
 

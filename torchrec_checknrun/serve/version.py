@@ -1,4 +1,4 @@
-"""What a follower serves, how it came there, and how far it is behind."""
+"""Describe the version that a follower serves: its origin, and how far it is behind."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from torchrec_checknrun.shared_memory.header import (
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What an image is of, and where its areas are.
+    """The subject of an image, and the places of its areas.
 
     Attributes:
         run: names the run and the rank.
@@ -52,7 +52,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Descent(msgspec.Struct, frozen=True):
-    """What a rank knows of its checkpoints.
+    """The knowledge of a rank about its checkpoints.
 
     Attributes:
         lineage: the lineage's name.
@@ -208,7 +208,7 @@ class Areas:
 
     @property
     def path(self) -> Path:
-        """The file's path."""
+        """Return the file's path."""
         return self._file.path
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class ImageFile:
         self._descriptor = descriptor
         self.size = os.fstat(descriptor).st_size
         self._maps: list[tuple[weakref.ref[mmap.mmap], int, int, int]] = []
-        """What is mapped, each with its address, offset and size."""
+        """The mapped pieces, each with its address, offset and size."""
 
     @classmethod
     def open(cls, path: Path) -> ImageFile:

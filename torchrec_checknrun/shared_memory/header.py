@@ -47,9 +47,9 @@ class Word(IntEnum):
     back to until it has ended; 0: none.
     """
     JOURNAL_FROM = 8
-    """Of each of two journals, the step that it goes back to; -1: none."""
+    """The step that a journal goes back to, of each of two; -1: none."""
     JOURNAL_USED = 10
-    """Of each of two journals, its bytes."""
+    """Bytes of a journal, of each of two."""
 
 
 USED = tuple(sorted({*Word, Word.JOURNAL_FROM + 1, Word.JOURNAL_USED + 1}))
@@ -75,7 +75,7 @@ class Words:
 
     @property
     def begin_an_image(self) -> bool:
-        """Whether the first word is that of an image."""
+        """Return whether the first word is that of an image."""
         try:
             return self[Word.MAGIC] == MAGIC
         except NoImage:
@@ -113,12 +113,12 @@ class Place:
 
     @property
     def capacity(self) -> int:
-        """Most bytes of content."""
+        """Return the most bytes that the content may have."""
         return len(self._bytes)
 
     @property
     def number(self) -> int:
-        """The number of what is there; below 0: nothing, or it was being written."""
+        """Return the number of what is there; below 0: nothing, or it was being written."""
         return int(self._words[0])
 
     def write(self, number: int, pieces: Sequence[Piece]) -> None:
@@ -144,7 +144,7 @@ class Place:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether there is something that was not being written, and is not whole."""
+        """Return whether there is something that was not being written, and is not whole."""
         head = self._words[:3].tolist()
         return head[0] != -1 and head != [0, 0, 0] and self.read() is None
 

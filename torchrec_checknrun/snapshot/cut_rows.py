@@ -90,7 +90,7 @@ class CopyOnWriteMemory:
 
     @property
     def size(self) -> int:
-        """Size in bytes of the overflow memory."""
+        """Return the size in bytes of the overflow memory."""
         return self._memory.size
 
     def states(self, marks: Marks) -> _RowStates:

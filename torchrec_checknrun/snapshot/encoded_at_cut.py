@@ -16,8 +16,8 @@ from torchrec_checknrun.snapshot.items import BlockItem, ChunkItem, RowsItem
 from torchrec_checknrun.snapshot.staged import StagedRows, aligned, rows_size, tensors_size
 
 StagingMode = Literal["copy_on_write", "auto", "copy", "encode"]
-"""Whether rows are copied on write, where their table allows it (else as ``auto``), or while
-training waits: as they are, or encoded, or whatever takes less time.
+"""The way in which rows are copied: on write, where their table allows it (else as ``auto``), or
+while training waits, as they are, or encoded, or whatever takes less time.
 """
 _TRIAL_ROWS = 16384
 _MOST_THREADS = 8

@@ -160,7 +160,7 @@ class LateCopies:
 
     @property
     def spoiled(self) -> bool:
-        """Whether memory was written by other means than an optimizer's step."""
+        """Return whether memory was written by other means than an optimizer's step."""
         return self._failure is not None
 
     def before_change(self) -> None:

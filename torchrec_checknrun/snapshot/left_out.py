@@ -38,7 +38,7 @@ _NUMBERS = frozenset({int, float})
 _SEQUENCES = frozenset({list, deque})
 
 Mark = tuple[Any, ...]
-"""What a value was at a look: a number, the ends of a sequence, a tensor's identity, version and
+"""The mark of a value at a look: a number, the ends of a sequence, a tensor's identity, version and
 shape.
 """
 

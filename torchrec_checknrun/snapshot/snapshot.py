@@ -74,7 +74,7 @@ class ShardSnapshot:
 
     @property
     def modified(self) -> RowSet | None:
-        """Positions of the rows to write; None: all rows.
+        """Return the positions of the rows to write; None: all rows.
 
         The thread that asks first finds them.
         """
@@ -123,7 +123,7 @@ class ShardSnapshot:
 
     @functools.cached_property
     def count(self) -> int:
-        """Number of rows to write."""
+        """Return the number of rows to write."""
         return self.shard.rectangle.rows if self.modified is None else len(self.modified)
 
     def spans(self, chunk_bytes: int) -> list[tuple[int, int, int]]:

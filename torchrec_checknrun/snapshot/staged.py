@@ -33,7 +33,7 @@ class StagedTensor:
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """Return the size in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def at(self, memory: torch.Tensor) -> torch.Tensor:

@@ -93,12 +93,12 @@ class Staging:
 
     @property
     def at_cut(self) -> Mapping[str, RowsItem | BlockItem | ChunkItem]:
-        """The items that are staged while training waits, by name."""
+        """Return the items that are staged while training waits, by name."""
         return self._items
 
     @property
     def later(self) -> list[ShardSnapshot]:
-        """The shards whose rows are copied after training goes on."""
+        """Return the shards whose rows are copied after training goes on."""
         return self._all.copied_later
 
     def digests(self) -> dict[str, Digest]:

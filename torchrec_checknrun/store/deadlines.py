@@ -147,7 +147,7 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """Longest wait for the next call."""
+        """Return the longest wait for the next call, in seconds."""
         seconds = self.timeout_seconds * _SHARE
         if self._doubt.is_set():
             return min(seconds, max(_LEAST_IN_DOUBT, seconds * _IN_DOUBT))

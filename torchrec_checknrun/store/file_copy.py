@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class CopyTo(NamedTuple):
-    """Where a copy goes.
+    """The destination of a copy.
 
     Attributes:
         path: of the copy; None: none is made.

@@ -95,7 +95,7 @@ class Folder:
 
     @property
     def parent(self) -> Folder:
-        """Folder that contains this one."""
+        """Return the folder that contains this one."""
         before, path, after = parts_of(self.url)
         folder = self._at(self._path.rpartition("/")[0], before + path.rpartition("/")[0] + after)
         folder._below = self._below[:-1]
@@ -103,14 +103,17 @@ class Folder:
 
     @property
     def place(self) -> str:
-        """What all spellings of the folder have in common: on a disk the path without links."""
+        """Return the text that all spellings of the folder have in common: on a disk the path
+        without links.
+        """
         if not self._local:
             return self.url.rstrip("/")
         return self.patience.call(lambda: os.path.realpath(self.url), f"opening {self}")
 
     @property
     def outermost(self) -> tuple[str, tuple[str, ...]]:
-        """URL of the root that this folder was reached from, and the names from there on.
+        """Return the URL of the root that this folder was reached from, and the names from there
+        on.
 
         Another process opens the folder by these; links are followed up to the root, not below.
         """

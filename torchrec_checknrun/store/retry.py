@@ -43,7 +43,9 @@ _ERRNOS = frozenset(
 )
 _STATUS = frozenset({408, 429, 500, 502, 503, 504})
 _S3_STATUS = _STATUS | {409}
-"""Of S3 alone 409 passes: two conditional puts have met. Elsewhere it tells that a file exists."""
+"""Status codes of S3's transient errors: by 409 it tells that two conditional puts have met, others
+that a file exists.
+"""
 # Classes of botocore, aiohttp, requests and asyncio, by name: these packages may not be installed.
 _NAMES = frozenset(
     {
@@ -72,7 +74,7 @@ _REFUSED = errno.EREMOTEIO
 _OF_THE_READER = frozenset(
     {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, _REFUSED}
 )
-"""What is wrong with a process that reads, or with its request, not with what it reads."""
+"""Errors of a process that reads, or of its request, not of the files that are read."""
 _USER = re.compile(r"""(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*://)[^\s/?#"'<>]*@""", re.IGNORECASE)
 
 

@@ -44,7 +44,7 @@ class CopiesFolder:
 
     @property
     def is_safe(self) -> bool:
-        """Whether there is a folder, of this user alone."""
+        """Return whether there is a folder, of this user alone."""
         try:
             self._require_own()
         except OSError:
@@ -61,13 +61,15 @@ class CopiesFolder:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all copies of other ranks, unfinished ones included."""
+        """Return the bytes of all copies of other ranks, unfinished ones included."""
         files = (self.path / _HELD).glob("*/*/*")
         return sum(path.stat().st_size for path in files if path.is_file())
 
     @property
     def kept_path(self) -> Path:
-        """Where this rank's own files stay for the next restore: a root without manifests."""
+        """Return the folder in which this rank's own files stay for the next restore: a root
+        without manifests.
+        """
         return self.path / _KEPT
 
     def kept(self, rank: int) -> PeerTier:
@@ -96,7 +98,9 @@ class CopiesFolder:
 
     @property
     def fetched_path(self) -> Path:
-        """Where this rank's own files come that it has lost: a root without manifests."""
+        """Return the folder for lost files of this rank that others send back: a root without
+        manifests.
+        """
         return self.path / _FETCHED
 
     def fetched(self, rank: int) -> PeerTier:

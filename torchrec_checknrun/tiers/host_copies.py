@@ -89,7 +89,7 @@ class HostFiles(OutgoingCopies):
 
     @property
     def readable(self) -> CopiedFolder:
-        """The root of the checkpoints, read from the copies of all ranks on this machine."""
+        """Return the root of the checkpoints, read from the copies of all ranks on this machine."""
         folders = folders_of_run(self.folder.path)
         return CopiedFolder(self._root, [folder.kept_path for folder in folders])
 

@@ -41,7 +41,7 @@ class OutgoingCopies:
 
     @property
     def copy_to(self) -> CopyTo:
-        """Where this rank's file goes while it is written."""
+        """Return the second destination of this rank's file while it is written."""
         try:
             path = self.folder.new_outgoing(self._rank, self._id)
             # What a full checkpoint takes, as far as the budget goes.

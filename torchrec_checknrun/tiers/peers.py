@@ -30,7 +30,7 @@ from torchrec_checknrun.tiers.tier import NotHeld
 
 
 class Own(NamedTuple):
-    """What a rank tells the others at the start.
+    """The message of a rank to the others at the start.
 
     Attributes:
         machine: what is lost together with this rank.
@@ -212,7 +212,7 @@ class Peers(OutgoingCopies):
 
     @property
     def fetched(self) -> Folder:
-        """The copies that ``fetch`` has brought, as a root without manifests."""
+        """Return the copies that ``fetch`` has brought, as a root without manifests."""
         return Folder(self.folder.fetched_path)
 
     def _sizes(self, owner: int, chain: Chain) -> list[int]:

@@ -13,7 +13,7 @@ Piece = bytes | memoryview
 
 
 class Version(NamedTuple):
-    """What a part is of.
+    """The state that a part belongs to.
 
     Attributes:
         step: whose end it holds.

@@ -44,7 +44,7 @@ class Damage:
 
     @property
     def hidden(self) -> bool:
-        """Whether there are checkpoints of which none counts."""
+        """Return whether there are checkpoints of which none counts."""
         return bool(self.will_count) and not any(self.will_count.values())
 
 

@@ -43,7 +43,7 @@ STATE_FILE = "dense.safetensors"
 
 _DCP_METADATA = ".metadata"
 _SYSTEMS_NUMBER = re.compile(r"\(os error (\d+)\)")
-"""How Rust's libraries, safetensors' too, write an error's number."""
+"""The form in which Rust's libraries, safetensors' too, write an error's number."""
 _NAME_BYTES = 255
 """The most bytes that file systems allow a name."""
 _CACHE_BYTES = 64 << 20

@@ -104,23 +104,24 @@ class Job:
 
     @property
     def restores(self) -> float:
-        """The expected number of failures, each with a restore."""
+        """Return the expected number of failures, each with a restore."""
         return expected_restores(self.nodes, self.mtbf_hours, self.job_hours)
 
     @property
     def width(self) -> int:
-        """Bits of a stored value."""
+        """Return the bits of a stored value."""
         return width_for(self.restores) if self.bits is None else self.bits
 
     @property
     def full_fp32_bytes(self) -> int:
-        """Bytes of a full exact checkpoint: each interval's bytes without this package."""
+        """Return the bytes of a full exact checkpoint: an interval's bytes without this package."""
         return self.rows * (4 * self.dim + self.optimizer_bytes) + self.dense_bytes
 
     @property
     def reference_bytes(self) -> dict[str, int]:
-        """All ranks' memory for what the last checkpoint restores, by the methods that store rows
-        as differences to it; with ``optimizer="logdelta"`` for one row-wise state.
+        """Return all ranks' memory, in bytes, for the rows of the last checkpoint, by the methods
+        that store rows as differences to them; with ``optimizer="logdelta"`` for one row-wise
+        state.
         """
         by_row = {
             "delta": delta_reference_bytes(self.dim),
@@ -131,7 +132,7 @@ class Job:
 
     @property
     def stalling_bandwidth(self) -> float:
-        """Bytes a second at which rows are copied while training waits."""
+        """Return the bytes a second at which rows are copied while training waits."""
         return self.copy_bandwidth or self.nodes * NODE_COPY_BANDWIDTH
 
     def modified(self, intervals: int) -> float:

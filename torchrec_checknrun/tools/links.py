@@ -41,7 +41,7 @@ class TableLinks:
 
     @property
     def digest(self) -> str:
-        """The digest of all rows, as a manifest has it."""
+        """Return the digest of all rows, as a manifest has it."""
         return text_of(sum(one.digest for one in self.by_columns.values()))
 
     def add(self, chunks: Iterable[StoredChunk]) -> None:

@@ -105,7 +105,7 @@ class TableReader:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes in memory of a row with its optimizer state."""
+        """Return the bytes in memory of a row with its optimizer state."""
         states = sum(
             dtype.itemsize * (1 if rowwise else self.shape.dim)
             for dtype, rowwise in self.states.values()
@@ -114,7 +114,7 @@ class TableReader:
 
     @property
     def places(self) -> dict[str, tuple[int, int]]:
-        """The half-open range of rows that each chunk may have, by the chunk's key."""
+        """Return the half-open range of rows that each chunk may have, by the chunk's key."""
         return {
             chunk.key: (header.rectangle.row_start, header.rectangle.row_stop)
             for chunks in self._chunks

@@ -126,7 +126,7 @@ class RawViews:
         self._before: dict[tuple[int, int], _Seen] = {}
         self._now: dict[tuple[int, int], _Seen] = {}
         self._known: dict[int, _Seen] = {}
-        """Those from before, by the tensor's ``id``."""
+        """The views from before, by the tensor's ``id``."""
 
     def begin(self) -> None:
         """Begin to encode; views that nobody asked for since the last time are dropped."""

@@ -34,7 +34,7 @@ from torchrec_checknrun.store.retry import tells_nothing
 FOLDER = "writers"
 """The folder of claims in a root, beside the checkpoints."""
 LEASE_SECONDS = 60.0
-"""How long a writer on another machine is presumed alive after its last sign of life."""
+"""Seconds that a writer on another machine is presumed alive after its last sign of life."""
 LAST_EPOCH = 10**18 - 1
 """The highest epoch that fits into a claim's name."""
 _Lease = Annotated[float, Meta(gt=0, le=86400)]
@@ -81,12 +81,12 @@ class Holder(Record, frozen=True):
 
     @property
     def gone(self) -> bool:
-        """Whether the process is known to have ended; always False for another machine's."""
+        """Return whether the process is known to have ended; always False for another machine's."""
         return self._known_here and _has_ended(self.pid, self.started)
 
     @property
     def alive_here(self) -> bool:
-        """Whether the process is known to be alive on this machine, perhaps stopped."""
+        """Return whether the process is known to be alive on this machine, perhaps stopped."""
         return self._known_here and _started(self.pid) == self.started
 
     @property
@@ -128,7 +128,7 @@ class Claim(Record, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of the claim's file."""
+        """Return the name of the claim's file."""
         return claim_name(self.epoch)
 
     def admits(self, id: str, epoch: int) -> bool:

@@ -48,7 +48,7 @@ _RENEWALS = 4
 
 
 class Lease:
-    """This process's right to write to a root. Used on rank 0 only.
+    """The right of one process to write to a root. Used on rank 0 only.
 
     Args:
         seconds: how long the claim lasts after its last renewal.
@@ -60,8 +60,8 @@ class Lease:
     """
 
     _held: ClassVar[list[Lease]] = []
-    """This process's leases. Leases of one root share its claim: none may overwrite what another
-    needs.
+    """The leases of this process. Leases of one root share its claim: none may overwrite what
+    another needs.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Lease:
 
     @property
     def claim(self) -> Claim:
-        """The claim that was acquired."""
+        """Return the claim that was acquired."""
         assert self._claim is not None, "no epoch was claimed"
         return self._claim
 

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _STUCK_LEASES = 5
 """Leases without a call of the training loop after which a living holder may be stuck."""
 _LOOKS = 20
-"""How often to look at a claim while watching for a renewal."""
+"""The number of looks at a claim while watching for a renewal."""
 
 State = Literal["free", "alive", "stuck", "future"]
 """The state of a claim:
@@ -58,7 +58,7 @@ class Standing:
 
     @property
     def free(self) -> bool:
-        """Whether another writer may claim the root."""
+        """Return whether another writer may claim the root."""
         return self.state == "free"
 
 

@@ -29,7 +29,7 @@ from recipes.benchmarks.side_by_side.systems import ASYNC, CASES, DCP, Case, Our
 ON_WRITE, LINKS, COPY = "copy on write", "differences", "copy"
 BEST_ASYNC = "dcp.async_save"
 OURS = (ON_WRITE, LINKS, COPY)
-"""Those of this package, which have a model of their own, since training marks rows."""
+"""The modes of this package, which have a model of their own, since training marks rows."""
 CASE: dict[str, Case] = {
     ON_WRITE: ours(4, "consecutive", staging="copy_on_write"),
     LINKS: Case(LINKS, Ours, {"method": "delta", "policy": "consecutive"}),

@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Versions:
-    """What a model has gone through.
+    """The history of a model.
 
     Attributes:
         shown: when each version was served for the first time.

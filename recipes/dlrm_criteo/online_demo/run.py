@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def batches(self) -> int:
-        """The batches to be predicted."""
+        """Return the batches to be predicted."""
         return max(1, round(self.seconds * self.per_second))
 
 

@@ -79,7 +79,7 @@ class Stored:
 
 
 class Restorer(Protocol):
-    """What a branch does to its job, and its pair does not."""
+    """The change that a branch makes to its job, and its pair does not."""
 
     def save(self) -> None:
         """Take a checkpoint."""
@@ -148,7 +148,7 @@ class Restored:
 
 
 class Accesses:
-    """How often each row was looked up."""
+    """The number of lookups of each row."""
 
     def __init__(self, job: SmallJob) -> None:
         self._features = list(job.reader.features)

@@ -67,7 +67,7 @@ QUICK = Plan(iterations=80, failures=2, most=20)
 
 @dataclass(frozen=True)
 class Goal:
-    """What LC-Checkpoint is to reach on a job."""
+    """The figures that LC-Checkpoint is to reach on a job."""
 
     job: str
     bits: int

@@ -38,7 +38,7 @@ class Factors(nn.Module):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a job is trained with."""
+    """The parts that a job is trained with."""
 
     rate: float
     batch: int

@@ -17,7 +17,7 @@ from torchrec_checknrun.delta import lc
 
 Scheme = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, float]]
 _SYMBOL_BYTES = 2
-"""Of each distinct integer, in the table of the entropy code."""
+"""Bytes of each distinct integer in the table of the entropy code."""
 
 
 def lc_checkpoint(bits: int) -> Scheme:

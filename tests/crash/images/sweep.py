@@ -35,7 +35,7 @@ Ends = list[dict[str, object]]
 
 @dataclass
 class Outcome:
-    """What came of runs.
+    """The results of runs.
 
     Attributes:
         counts: kills by kind, lives, recoveries by images and others, torn updates.
@@ -229,7 +229,7 @@ def _kill(pids: Iterable[int], by: signal.Signals) -> None:
 
 @dataclass
 class Plan:
-    """What to do in a sweep.
+    """The task of a sweep.
 
     Attributes:
         kills: how many of each kind, six to a run.

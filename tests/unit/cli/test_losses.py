@@ -1,4 +1,4 @@
-"""What partial recoveries have lost is told of each checkpoint that came after."""
+"""Check that the losses of partial recoveries are told of each checkpoint that came after."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ assert not {{"torchrec", "fbgemm_gpu", "hydra"}} & set(sys.modules), "TorchRec w
 
 
 def test_training_imports_nothing_that_takes_long() -> None:
-    """Of torch and TorchRec, hardly more than a TorchRec script has imported anyway."""
+    """Import hardly more of torch and TorchRec than a TorchRec script has imported anyway."""
     code = """
 import sys
 import torch, torchrec

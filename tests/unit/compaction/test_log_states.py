@@ -30,7 +30,7 @@ FIRST, ROWS, DIM = 7, 12, 2
 PLACE = Rectangle(FIRST, FIRST + ROWS, 0, DIM)
 STATES = ("momentum1", "row_counter")
 Sums = dict[int, tuple[float, ...]]
-"""By position the row's states."""
+"""The states of rows by position."""
 
 
 def references() -> GridReferences:
@@ -39,7 +39,9 @@ def references() -> GridReferences:
 
 @dataclass
 class Chain:
-    """What a job writes, and what its rows must restore to, by plain Python."""
+    """The checkpoints that a job writes, and the values that its rows must restore to, by plain
+    Python.
+    """
 
     held: GridReferences = field(default_factory=references)
     chunks: list[EncodedChunk] = field(default_factory=list)

@@ -93,7 +93,7 @@ def test_values_are_right_in_the_mean(scale: float) -> None:
 
 
 def test_sums_grow_through_many_restores() -> None:
-    """By a third of a level between two of them, which the nearest level never shows."""
+    """Move by a third of a level between two of them, which the nearest level never shows."""
     generator = torch.Generator().manual_seed(2)
     sums = torch.rand(50_000, generator=generator) * 4 + 1
     exact = sums.double()

@@ -93,7 +93,7 @@ class Decomposed(optim.Optimizer):
 
 
 class Begun(Decomposed):
-    """It has row-major state before its first step."""
+    """An optimizer with row-major state before its first step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)

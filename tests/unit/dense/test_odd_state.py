@@ -49,7 +49,7 @@ class Odd(Optimizer):
 
 
 class Whole(Odd):
-    """It keeps state of no parameter as well."""
+    """An optimizer that keeps state of no parameter as well."""
 
     def factor(self, state: dict[str, Any], own: Any) -> float:
         kept = own["whole"]

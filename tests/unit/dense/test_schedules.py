@@ -25,7 +25,7 @@ def _one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
-    """What a Checkpointer with these state objects says of schedulers."""
+    """Return the warnings of a Checkpointer with these state objects about schedulers."""
 
     def of(**states: Any) -> list[str]:
         caplog.clear()

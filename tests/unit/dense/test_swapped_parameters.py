@@ -26,7 +26,7 @@ def by_hand(layer: nn.Linear) -> None:
 
 
 KEPT: list[nn.Parameter] = []
-"""What tensors were swapped with."""
+"""The tensors that others were swapped with."""
 
 
 def kept(layer: nn.Linear) -> None:

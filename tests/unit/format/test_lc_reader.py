@@ -45,7 +45,7 @@ def test_the_reader_reads_what_a_restore_gives(
 
 
 def test_the_reader_reads_the_golden_ones(read_lc: Read) -> None:
-    """Of narrow types, of columns apart, with rows that are not finite."""
+    """Read narrow types, columns apart, and rows that are not finite."""
     newest = committed(Folder(GOLDEN))[0]
     with np.load(GOLDEN / "expected.npz") as expected:
         for table, dtype in DTYPES.items():

@@ -67,7 +67,7 @@ class Shard:
 
     @property
     def copies(self) -> ShardCopies:
-        """The shard's copies: those of a kernel, or of a kernel with no other shard."""
+        """Return the shard's copies: those of a kernel, or of a kernel with no other shard."""
         if self._copies is None:
             self._copies = KernelCopies(self._cut, {0: self.frozen}).shards[0]
         return self._copies

@@ -1,4 +1,4 @@
-"""Which ranks are lost, what that costs, and when all ranks must go back."""
+"""Check which ranks are lost, the cost of that, and when all ranks must go back."""
 
 from __future__ import annotations
 

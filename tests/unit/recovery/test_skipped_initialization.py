@@ -114,7 +114,7 @@ def test_rows_come_from_a_checkpoint(run: Lives, plan: Plan) -> None:
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_fresh_start_has_initial_values(run: Lives, plan: Plan, resume: str) -> None:
-    """Those of TorchRec: between plus and minus the root of a table's rows' inverse."""
+    """Draw TorchRec's values: between plus and minus the root of a table's rows' inverse."""
     _, saver = run.begin()
     assert saver.restore() is None
     run.die()  # before the first step: the image is not gone back to

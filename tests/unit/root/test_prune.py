@@ -50,7 +50,9 @@ def test_what_is_not_needed_goes(root: Folder) -> None:
 
 
 def test_priority_saves_go_with_their_checkpoint(root: Folder) -> None:
-    """As of ranks that a run no longer has; a live checkpoint's stay, and what nobody knows."""
+    """Delete files as of ranks that a run no longer has; a live checkpoint's stay, and unknown
+    ones.
+    """
     first, *_, fourth = fill(root)
     saves = root / PRIORITY_SAVES
     for name in (f"{first.id}.run.step-00000009", f"{fourth.id}.run.step-00000019", "notes"):

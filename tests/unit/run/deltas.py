@@ -26,7 +26,7 @@ SPEC = ModelSpec((CollectionSpec("c", TABLES),))
 Tables = dict[str, np.ndarray]
 
 default_scheme = "fp32"
-"""How `delta` stores optimizer state unless told; the fixture `state_scheme` sets it."""
+"""The scheme of optimizer state for `delta` unless told; the fixture `state_scheme` sets it."""
 
 
 def make_job(seed: int = 0, spec: ModelSpec = SPEC) -> Job:

@@ -27,7 +27,7 @@ Grids = dict[str, list[PlainRow]]
 
 @dataclass
 class Known:
-    """What a checkpoint must restore to.
+    """The state that a checkpoint must restore to.
 
     Attributes:
         state: rows and their optimizer state, by the names of a whole job's state.

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_after_images_the_next_checkpoint_is_a_base(lives: Lives) -> None:
-    """What the last checkpoint restores does not live in the image."""
+    """Keep the rows of the last checkpoint out of the image."""
     job, saver = lives.begin(quantization=delta())
     saver.restore()
     kinds = []

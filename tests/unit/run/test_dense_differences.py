@@ -1,4 +1,6 @@
-"""What lies beside table rows is stored as a difference to the parent, and restored bit for bit."""
+"""Check that content beside table rows is stored as a difference to the parent, and restored bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +185,7 @@ def test_retention_never_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("damage", ["swapped", "missing", "flipped"])
 def test_damage_is_found_before_anything_is_touched(run: Run, damage: str) -> None:
-    """Of a parent that is not the one that was compared with, nothing is restored."""
+    """Restore nothing upon another parent than the one that was compared with."""
     names = [run.save() for _ in range(3)]
     victim = run.root / names[1]
     if damage == "swapped":

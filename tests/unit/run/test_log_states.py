@@ -1,4 +1,6 @@
-"""Which optimizer state is stored as logarithmic differences, and where a chain must begin anew."""
+"""Check which optimizer state is stored as logarithmic differences, and where a chain must begin
+anew.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What fails never shows: damaged, missing and half-written checkpoints, storage that is gone."""
+"""Check that failures never show: damaged, missing and half-written checkpoints, storage that is
+gone.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torchrec_checknrun.serve.pace import _PAUSE_SECONDS, Pace
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 BLOCK_SECONDS = 0.001
-"""Of processor time, that a block of rows takes."""
+"""Seconds of processor time that a block of rows takes."""
 BARELY = 1e-9
 """A share with which the first rest lasts for weeks."""
 

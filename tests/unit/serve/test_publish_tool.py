@@ -104,7 +104,9 @@ def test_widths(roots: tuple[Path, Path], bits: int) -> None:
 
 
 def test_what_the_run_goes_through(roots: tuple[Path, Path]) -> None:
-    """It falls back, is compacted and pruned, and begins anew; a follower of the copy follows."""
+    """Publish a run that falls back, is compacted and pruned, and begins anew; a follower of the
+    copy follows.
+    """
     job = trained(roots[0])
     follower = Follower(roots[1], quantized(Net(), 2))
     first = chain(roots[0])[0]
@@ -204,7 +206,7 @@ def test_no_run_s_root_is_a_target(roots: tuple[Path, Path]) -> None:
 
 
 def test_ended_in_the_middle(roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was added stays, and is a whole state; the next attempt goes on from there."""
+    """Keep publications that were added, each a whole state; the next attempt goes on there."""
     job = trained(roots[0])
     follower = Follower(roots[1], quantized(Net(), 4))
     before, left = RootWriter.before_commit, [2]
@@ -263,7 +265,7 @@ def test_old_publications_are_deleted(roots: tuple[Path, Path], console: Console
 def test_one_of_every_so_many_hours_is_kept(
     roots: tuple[Path, Path], console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the times at which the checkpoints were saved, a quarter of an hour apart."""
+    """Keep by the times at which the checkpoints were saved, a quarter of an hour apart."""
     job = trained(roots[0], saves=0, policy=Full())
     words = ("publish", roots[0], roots[1], "--keep", 1, "--keep-hours", 1)
     begin = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)

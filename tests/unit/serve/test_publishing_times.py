@@ -141,7 +141,7 @@ def test_publications_by_the_clock(
 def test_a_restore_while_a_publication_is_on_its_way(
     roots: Roots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for the publication, which is of a state that was; the next one is a base."""
+    """Wait for the publication, which is of an earlier state; the next one is a base."""
     job = publishing(roots)
     follower = Follower(roots[1], quantized(Net(), 4))
     job.train(1)

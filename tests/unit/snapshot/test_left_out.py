@@ -111,7 +111,9 @@ Told = Callable[..., list[str]]
 
 @pytest.fixture
 def told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Told:
-    """What is said of values in no state dict by saves with a module beside the model or in it."""
+    """Return the warnings about values in no state dict by saves with a module beside the model or
+    in it.
+    """
 
     def of(over: Any, train: Callable[[], object], **states: Any) -> list[str]:
         caplog.clear()

@@ -11,7 +11,7 @@ import heapq
 import numpy as np
 
 MOST_SYMBOLS = 16
-"""Of an alphabet: the longest code then has 15 bits."""
+"""Symbols of an alphabet: the longest code then has 15 bits."""
 BLOCK = 4096
 """Symbols of a block; with codes of 15 bits its length fits 16 bits."""
 _LONGEST = MOST_SYMBOLS - 1

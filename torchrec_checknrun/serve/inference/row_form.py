@@ -125,7 +125,9 @@ class RowForm:
 
     @property
     def _is_native(self) -> bool:
-        """Whether the compiled operation lays out such rows: quantized, in whole 16-bit words."""
+        """Return whether the compiled operation lays out such rows: quantized, in whole 16-bit
+        words.
+        """
         return self.bits is not None and self.dim * self.bits % 16 == 0 and has_extension()
 
     def _quantized(

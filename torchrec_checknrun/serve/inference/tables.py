@@ -111,12 +111,12 @@ class ServedTable:
 
     @property
     def path(self) -> str:
-        """The table's path in the model, for errors."""
+        """Return the table's path in the model, for errors."""
         return f"{self.owner}.{self.name}".strip(".")
 
     @property
     def rows(self) -> int:
-        """Number of rows that can be looked up."""
+        """Return the number of rows that can be looked up."""
         return max(part.first + part.rows for part in self.parts)
 
     def put(self, ids: np.ndarray, rows: torch.Tensor) -> None:
