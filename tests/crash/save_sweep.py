@@ -51,7 +51,7 @@ class Tally:
     """The outcome of a sweep.
 
     Attributes:
-        operations: that the work consists of.
+        operations: the operations of the work.
         injected: faults that took place.
         surfaced: cases in which the caller got an error.
         healed: cases in which nobody noticed anything: another try helped, or what failed was only

@@ -142,7 +142,7 @@ class Begun:
     Attributes:
         held: on its way, and not let go yet.
         listed: whether it is or will be; None if that can't be known.
-        life: that began it.
+        life: the life that began it.
         id: known once the sequence has run so far.
         digest: of the state that its first restore gave.
     """

@@ -153,7 +153,7 @@ def present_state(
 
     Args:
         found: the optimizers whose state the outermost one's state dict shows.
-        listed: that state, by key.
+        listed: the state that it shows, by key.
 
     Returns:
         By key, the state of the parameters that differ, in the form of ``listed``; None for one

@@ -49,7 +49,7 @@ class RankImage:
         path: of the file.
         why_not: why an earlier process's image can't be used; None: it can.
         rows, changed: rows put back by the last roll-back, and how many had changed.
-        shards: whose memory lies in it.
+        shards: the shards whose memory lies in the image.
 
     Raises:
         ImagesRefused: this model or this machine can't have images.

@@ -42,7 +42,7 @@ class StepJournal:
 
     Args:
         areas: the image.
-        shards: whose rows are journaled; their memory lies in the image.
+        shards: the shards whose rows are journaled; their memory lies in the image.
         kept: their marks, which are set as rows are journaled.
 
     Attributes:

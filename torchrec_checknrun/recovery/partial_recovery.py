@@ -143,7 +143,7 @@ class LostRank:
         image: to be begun anew.
         lineage: of the run, up to date once the ranks resume.
         chain: of the newest checkpoint.
-        step: that all ranks go on at.
+        step: the step that all ranks go on at.
         copies: of this rank's files, from a peer's memory; None: there are none.
 
     Attributes:

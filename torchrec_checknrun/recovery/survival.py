@@ -44,7 +44,7 @@ class Recovered:
     """The state that images have brought back, the same on all ranks.
 
     Attributes:
-        step: whose end the model is at.
+        step: the step at whose end the model is.
         chain: the newest checkpoint's, from which the model descends; None without one.
         passed_over: newer checkpoints that could not be used, with the reasons.
         lost: the ranks whose rows are the chain's, since their images are gone.

@@ -167,7 +167,7 @@ class RankSource:
 
     Attributes:
         source: ``images``, the ``checkpoint`` in storage, or its copy in a ``peer``'s memory.
-        step: that the rows are of.
+        step: the step that the rows are of.
     """
 
     source: str

@@ -233,7 +233,7 @@ def apply_saves(
     mark them as modified since; return how many were written.
 
     Args:
-        step: that the rank goes on at: saves of later ones count for nothing.
+        step: the step that the rank goes on at: saves of later ones count for nothing.
     """
     folder, written, file = root / PRIORITY_SAVES, 0, rank_file_name(rank)
     try:

@@ -16,7 +16,7 @@ class Version(NamedTuple):
     """The state that a part belongs to.
 
     Attributes:
-        step: whose end it holds.
+        step: the step at whose end the state was.
         id: of the checkpoint that it belongs to; empty for an image, which belongs to none.
     """
 

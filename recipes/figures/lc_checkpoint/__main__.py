@@ -89,7 +89,7 @@ class Row:
 
     Attributes:
         matched: LC's bits whose bytes it may take; None: as many as it likes.
-        bits: that LC or naive quantization has.
+        bits: the width that LC or naive quantization has.
         ratio: fp32's bytes to a mean checkpoint's.
         error: mean relative l2 error of what a failure restores.
         loss: mean relative change of the loss by restoring.

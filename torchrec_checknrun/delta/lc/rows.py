@@ -55,7 +55,7 @@ def apply(payload: torch.Tensor, rows: int, bits: int, before: Grid, chosen: np.
     Args:
         payload: as from ``encode_upon``, 1-D uint8 on the CPU.
         rows: of the whole payload.
-        bits: that the link was encoded with.
+        bits: the width that the link was encoded with.
         before: the predecessors of the chosen rows; it is not changed.
         chosen: positions of rows, ``(n,)`` int64.
 
