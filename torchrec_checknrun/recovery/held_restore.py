@@ -31,7 +31,7 @@ class HeldRestore:
     """A restore of one rank's held states: call ``plan``, then ``load``, then ``hand_back``.
 
     Attributes:
-        optimizers: the optimizers whose live state ``plan`` makes fit; the caller undoes it on failure.
+        optimizers: those whose live state ``plan`` makes fit; the caller undoes it on failure.
         began: whether anything else may have been changed; noted by the caller.
     """
 

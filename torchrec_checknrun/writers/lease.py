@@ -56,7 +56,7 @@ class Lease:
             directory must stay deleted: what is left of it would look like one more checkpoint.
 
     Attributes:
-        signs: marks of the root, by which to know it again; this process's leases of a claim share them.
+        signs: marks of the root, to know it again; leases of one claim in this process share them.
     """
 
     _held: ClassVar[list[Lease]] = []
