@@ -173,7 +173,7 @@ def only_one_is_damaged(root: str, spec: dict[str, Any], plan: Plan, name: str |
                 act()
 
 
-def mend(root: str, spec: dict[str, Any], plan: Plan, name: str, sound: str) -> None:
+def fix(root: str, spec: dict[str, Any], plan: Plan, name: str, sound: str) -> None:
     """Restore a sound checkpoint after one that failed half-way: the model is whole again."""
     job = build(spec, plan, seed=5)
     with checkpointer(root, job) as saver:
@@ -189,7 +189,7 @@ def mend(root: str, spec: dict[str, Any], plan: Plan, name: str, sound: str) -> 
 def test_damage_met_midway(workers: Workers, made: Made, tmp_path: Path, how: str) -> None:
     first, _, third = made(tmp_path, True)
     damage(tmp_path / "root" / third, how)
-    workers(2).run(mend, **where(tmp_path), name=third, sound=first)
+    workers(2).run(fix, **where(tmp_path), name=third, sound=first)
     shutil.rmtree(tmp_path / "root")
     names = made(tmp_path)
     damage(tmp_path / "root" / names[0], how)
