@@ -293,3 +293,18 @@ def keeps_all_to_itself(state: object) -> bool:
     held = (chain(vars(m).values(), m._buffers.values()) for m in state.modules())
     keeps = any(isinstance(value, Tensor) for value in chain.from_iterable(held))
     return keeps and not state.state_dict()
+
+
+def shows_sums(objects: Collection[object]) -> bool:
+    """Return whether a module counts on each rank, shows sums over the ranks, and is given alone.
+
+    TorchRec's ``CPUOffloadedRecMetricModule`` does: its own counts are those of ``rec_metrics``.
+    """
+    given = {id(each) for each in objects}
+    modules = (m for each in objects if isinstance(each, nn.Module) for m in each.modules())
+    # By name: without metrics a program need not wait for their import.
+    return any(
+        cls.__name__ == "CPUOffloadedRecMetricModule" and id(module.rec_metrics) not in given
+        for module in modules
+        for cls in type(module).__mro__
+    )

@@ -26,7 +26,7 @@ from torchrec_checknrun.dense.optimizers import (
     unsaved_hooks,
     unsaved_schedules,
 )
-from torchrec_checknrun.dense.state_objects import keeps_all_to_itself
+from torchrec_checknrun.dense.state_objects import keeps_all_to_itself, shows_sums
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.options.agreement import agreed
@@ -109,6 +109,7 @@ class Assembly:
             _warn_of_hooks(options.model, states)
             _warn_of_schedules(states)
             _warn_of_empty_states(states)
+            _warn_of_sums(options.model, states)
         except BaseException:
             if tracked is not None:
                 tracked.close()
@@ -325,6 +326,16 @@ def _warn_of_empty_states(states: Mapping[str, Stateful]) -> None:
                 "before the Checkpointer is made",
                 name,
             )
+
+
+def _warn_of_sums(model: nn.Module, states: Mapping[str, Stateful]) -> None:
+    """Warn of metrics that would come back with other counts."""
+    if shows_sums([model, *states.values()]):
+        logger.warning(
+            "TorchRec's CPUOffloadedRecMetricModule shows the sums over all ranks as of its last "
+            "sync(), and a restored run takes them as each rank's own. Give what each rank "
+            'counts, state={"metrics": PerRank(metrics.rec_metrics)}; sync() it before step()'
+        )
 
 
 def _tables(tracked: TrackedModel) -> dict[str, str]:

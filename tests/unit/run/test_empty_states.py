@@ -1,4 +1,4 @@
-"""Warn of state objects that show nothing of what they hold."""
+"""Warn of state objects that show nothing, or something else, of what they hold."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrec.metrics.cpu_offloaded_metric_module import CPUOffloadedRecMetricModule
+from torchrec.metrics.metrics_config import DefaultTaskInfo
+from torchrec.metrics.ne import NEMetric
+from torchrec.metrics.rec_metric import RecMetricList
 
 from tests.distributed.models import Job
-from torchrec_checknrun import Checkpointer
+from torchrec_checknrun import Checkpointer, PerRank
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -51,3 +55,28 @@ def test_a_state_that_shows_nothing_is_told_of(
         pass
     found = [r for r in caplog.messages if "state 'other' holds tensors" in r]
     assert bool(found) == told
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["state", "in_the_model"])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "counts"])
+def test_metrics_that_show_sums_over_ranks_are_told_of(
+    tmp_path: Path, job: Job, whole: bool, inside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    entropy = NEMetric(1, 0, 1, [DefaultTaskInfo])
+    metrics = CPUOffloadedRecMetricModule(
+        torch.device("cpu"), batch_size=1, world_size=1, rec_metrics=RecMetricList([entropy])
+    )
+    try:
+        if inside:
+            job.model.module.metrics = metrics
+        given = {"metrics": PerRank(metrics if whole else metrics.rec_metrics)}
+        state = given if not (inside and whole) else {}
+        with (
+            caplog.at_level(logging.WARNING),
+            Checkpointer(tmp_path, model=job.model, state=state),
+        ):
+            pass
+    finally:
+        metrics.shutdown()
+    found = [r for r in caplog.messages if "shows the sums over all ranks" in r]
+    assert len(found) == whole
