@@ -50,6 +50,8 @@ void move_storage(const at::Tensor& tensor, const at::Tensor& place, bool keep) 
       into, holder, [](void* held) { delete static_cast<at::Tensor*>(held); }, at::kCPU));
 }
 
+constexpr int64_t kNone = -1;  // a step: there is no journal
+
 // The rows of all of a rank's shards, journaled by one call for each kernel and backward pass.
 struct StepJournal : torch::CustomClassHolder {
   // tensors: for each shard its weight and states, then the intervals of its rows. parts: for each
@@ -57,16 +59,27 @@ struct StepJournal : torch::CustomClassHolder {
   StepJournal(std::vector<at::Tensor> tensors, std::vector<int64_t> parts)
       : tensors_(std::move(tensors)), journal_(shards(tensors_, parts)) {}
 
-  void begin() { journal_.begin(); }
+  // Begins a journal that goes back to the step in words[done], in the place of the older one, and
+  // returns its place. words[from + place]: the step that a journal goes back to; words[used +
+  // place]: its bytes.
+  int64_t begin(const at::Tensor& words, int64_t from, int64_t used, int64_t done) {
+    const int64_t place = load_word(words, from + 1) < load_word(words, from);
+    const int64_t since = load_word(words, done);
+    journal_.begin();
+    store_word(words, from + place, kNone);
+    store_word(words, used + place, 0);
+    store_word(words, from + place, since);
+    return place;
+  }
 
-  // Journals the rows with ids values[offsets[i]:offsets[i + 1]] of shard shards[i], from byte
-  // ``used`` of the area on; then stores the bytes used in words[word].
+  // Journals the rows with ids values[offsets[i]:offsets[i + 1]] of shard shards[i], behind the
+  // bytes of the area that are used by words[word]; then stores those used in it.
   //
   // Returns the bytes used; if the area is too small, minus the bytes it should have: then
   // ``write`` goes on in a larger one, and nothing is written before.
   int64_t append(const at::Tensor& values, std::vector<int64_t> offsets,
                  std::vector<int64_t> shards, int64_t interval, const at::Tensor& area,
-                 int64_t used, const at::Tensor& words, int64_t word) {
+                 const at::Tensor& words, int64_t word) {
     TORCH_CHECK_VALUE(offsets.size() == shards.size() + 1, "expected an offset more than ",
                       shards.size(), " features");
     TORCH_CHECK_VALUE(values.dim() == 1 && values.is_contiguous() && values.device().is_cpu() &&
@@ -82,10 +95,11 @@ struct StepJournal : torch::CustomClassHolder {
         journal_.collect(size_t(shards[i]), ids + start, stop - start, uint8_t(interval));
       }
     }
-    return write(area, used, words, word);
+    return write(area, words, word);
   }
 
-  int64_t write(const at::Tensor& area, int64_t used, const at::Tensor& words, int64_t word) {
+  int64_t write(const at::Tensor& area, const at::Tensor& words, int64_t word) {
+    int64_t used = load_word(words, word);
     uint8_t* bytes = bytes_of(area, "area");
     TORCH_CHECK_INDEX(used >= 0 && used <= area.numel() && used % 8 == 0, used, " bytes used of ",
                       area.numel());

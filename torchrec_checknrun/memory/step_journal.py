@@ -87,14 +87,14 @@ class StepJournal:
         try:
             ids = values.to(torch.int64).contiguous()
             place = self._begin() if self._open is None else self._open
-            used = Word.JOURNAL_USED + place
-            area, before = self._areas.get(_name(place)), self._words[used]
+            used, area = Word.JOURNAL_USED + place, self._areas.get(_name(place))
+            words = self._words.tensor
             found = self._native.append(
-                ids, offsets, shards, self._clock.interval, area, before, self._words.tensor, used
+                ids, offsets, shards, self._clock.interval, area, words, used
             )
             if found < 0:
-                area = self._areas.grow(_name(place), 2 * -found, before)
-                self._native.write(area, before, self._words.tensor, used)
+                area = self._areas.grow(_name(place), 2 * -found, self._words[used])
+                self._native.write(area, words, used)
         except _FAILURES as error:
             for shard in set(shards):
                 self._kept[shard].mark_all()  # which of them were marked is unknown
@@ -169,12 +169,8 @@ class StepJournal:
         return [place for since, place in sorted(begun, reverse=True) if since >= step]
 
     def _begin(self) -> int:
-        since = [self._words[Word.JOURNAL_FROM + place] for place in range(2)]
-        place = since.index(min(since))
-        self._native.begin()
-        self._words.publish(Word.JOURNAL_FROM + place, _NONE)
-        self._words.publish(Word.JOURNAL_USED + place, 0)
-        self._words.publish(Word.JOURNAL_FROM + place, self._words[Word.DONE])
+        words = self._words.tensor
+        place: int = self._native.begin(words, Word.JOURNAL_FROM, Word.JOURNAL_USED, Word.DONE)
         self._open = place
         return place
 

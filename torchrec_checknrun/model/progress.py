@@ -87,7 +87,7 @@ def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerClock]:
         elif (tbe := kernel.module._emb_module).optimizer != EmbOptimType.NONE:
             group = kernel.module.fused_optimizer.param_groups[0]
             options = kernel_options(tbe, group)
-            progress = OptimizerClock(int(tbe.iter[0]), float(group["lr"]), options)
+            progress = OptimizerClock(int(tbe.iter.item()), float(group["lr"]), options)
             found.update({shard.table: progress for shard in kernel.shards})
     return found
 
@@ -198,14 +198,14 @@ def kernel_options(tbe: Any, group: Mapping[str, Any]) -> Options:
     """
     found: Options = {
         f"{_KERNEL}learning_rate": _number(tbe.get_learning_rate()),
-        f"{_KERNEL}step": int(tbe.iter_cpu[0]),
+        f"{_KERNEL}step": int(tbe.iter_cpu.item()),
     }
     values: dict[str, Any] = {
         name: getattr(tbe.optimizer_args, name, None) for name in _HYPERPARAMETERS
     }
     values["lower_bound"] = getattr(tbe, "gwd_lower_bound", None)
     if isinstance(counter := getattr(tbe, "max_counter", None), torch.Tensor):
-        values["max_counter"] = float(counter[0])
+        values["max_counter"] = float(counter.item())
     for name, value in values.items():
         if type(value) in (int, float):
             found[_KERNEL + name] = _number(value)

@@ -109,6 +109,7 @@ class Place:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._words = memory[:HEAD_BYTES].view(torch.int64)
+        self._head = self._words.numpy()  # the same: read and written at less cost
         self._bytes = memory.numpy().data[HEAD_BYTES:]
 
     @property
@@ -119,7 +120,7 @@ class Place:
     @property
     def number(self) -> int:
         """Return the number of what is there; below 0: nothing, or it was being written."""
-        return int(self._words[0])
+        return int(self._head.item(0))
 
     def write(self, number: int, pieces: Sequence[Piece]) -> None:
         """Replace the content by pieces, which must fit; then a reader finds this number."""
@@ -130,13 +131,13 @@ class Place:
             self._bytes[at : at + size] = piece
             at += size
         digest = _digest(number, self._bytes[:at])
-        self._words[1] = at
-        self._words[2] = digest
+        self._head[1] = at
+        self._head[2] = digest
         torch.ops.checknrun.publish(self._words, 0, number)
 
     def read(self) -> tuple[int, memoryview] | None:
         """Return number and content, in shared memory; None if there is nothing whole."""
-        number, size, checksum = self._words[:3].tolist()
+        number, size, checksum = self._head[:3].tolist()
         if number < 0 or not 0 <= size <= self.capacity:
             return None
         content = self._bytes[:size].toreadonly()
@@ -145,7 +146,7 @@ class Place:
     @property
     def is_damaged(self) -> bool:
         """Return whether there is something that was not being written, and is not whole."""
-        head = self._words[:3].tolist()
+        head = self._head[:3].tolist()
         return head[0] != -1 and head != [0, 0, 0] and self.read() is None
 
     def clear(self) -> None:
