@@ -7,7 +7,6 @@ dense optimizer keeps its state, under other names.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import ModuleType
@@ -31,8 +30,6 @@ from torchrec_checknrun.dense.tree import (
     is_partitioned,
     names_table,
 )
-
-logger = logging.getLogger(__name__)
 
 _DEEPEST = 5
 """Levels of objects, attributes and containers that are searched for schedulers."""
@@ -191,66 +188,44 @@ def unsaved_hooks(model: nn.Module, states: Iterable[object]) -> set[str]:
     }
 
 
-class UnsavedSchedules:
-    """Tells, once of each kind, of learning rate schedulers of torch's that follow an optimizer
-    among state objects, and that no state object is or holds.
+def unsaved_schedules(states: Iterable[object]) -> set[tuple[str, str]]:
+    """Return the kinds of learning rate schedulers of torch's that follow an optimizer among state
+    objects, each with the optimizer's kind, and that no state object is or holds.
 
-    An optimizer doesn't know what follows it: what refers to it is looked for, among all objects.
-
-    Args:
-        states: the state objects.
+    An optimizer doesn't know what follows it, so what refers to it is looked for.
     """
+    objects = tuple(states)
+    optimizers = [
+        node.optimizer
+        for state in objects
+        for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
+    ]
+    followed = {id(optimizer): type(optimizer).__name__ for optimizer in optimizers}
+    kept = set(map(id, _held_schedules(objects)))
 
-    def __init__(self, states: Iterable[object]) -> None:
-        self._states = tuple(states)
-        self._told: set[tuple[str, str]] = set()
-
-    def look(self) -> None:
-        """Warn of schedulers whose position would be lost."""
-        lost = self._lost()
-        for schedule, optimizer in sorted(lost - self._told):
-            logger.warning(
-                "a learning rate scheduler, a %s, follows the %s, and no state object is or holds "
-                "it: unless another one saves it, a restored run begins the schedule anew, and "
-                'sets other rates. Give it: state={"schedule": scheduler}',
-                schedule,
-                optimizer,
-            )
-        self._told |= lost
-
-    def _lost(self) -> set[tuple[str, str]]:
-        """Return the kinds of such schedulers, each with its optimizer's kind."""
-        optimizers = [
-            node.optimizer
-            for state in self._states
-            for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
+    def others() -> list[Any]:
+        # A list of all objects would refer to the tuples that other threads are just making, which
+        # Python then refuses to finish ("bad argument to internal function").
+        found = gc.get_referrers(*optimizers)
+        found += gc.get_referrers(*(value for value in found if type(value) is dict))
+        return [
+            value
+            for value in found
+            if issubclass(type(value), LRScheduler)
+            and id(value) not in kept
+            and id(getattr(value, "optimizer", None)) in followed
         ]
-        followed = {id(optimizer): type(optimizer).__name__ for optimizer in optimizers}
-        kept = set(map(id, _held_schedules(self._states)))
 
-        def others() -> list[Any]:
-            # A list of all objects would refer to the tuples that other threads are just making,
-            # which Python then refuses to finish ("bad argument to internal function").
-            found = gc.get_referrers(*optimizers)
-            found += gc.get_referrers(*(value for value in found if type(value) is dict))
-            return [
-                value
-                for value in found
-                if issubclass(type(value), LRScheduler)
-                and id(value) not in kept
-                and id(getattr(value, "optimizer", None)) in followed
-            ]
-
-        if not others():  # most times; a collection takes longer
-            return set()
-        gc.collect()  # of one that the program has dropped
-        lost = others()
-        parts = {id(part) for value in lost for part in getattr(value, "_schedulers", ())}
-        return {
-            (type(value).__name__, followed[id(value.optimizer)])
-            for value in lost
-            if id(value) not in parts
-        }
+    if not others():  # most times; a collection takes longer
+        return set()
+    gc.collect()  # of one that the program has dropped
+    lost = others()
+    parts = {id(part) for value in lost for part in getattr(value, "_schedulers", ())}
+    return {
+        (type(value).__name__, followed[id(value.optimizer)])
+        for value in lost
+        if id(value) not in parts
+    }
 
 
 def _held_schedules(objects: Iterable[object]) -> Iterator[LRScheduler]:

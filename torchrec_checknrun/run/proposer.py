@@ -9,7 +9,6 @@ import logging
 from collections.abc import Sequence
 
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.dense.optimizers import UnsavedSchedules
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.options.options import Options
@@ -72,8 +71,6 @@ class Proposer:
         self._going_on = going_on
         self._chunk_bytes = chunk_bytes
         self.fingerprint: Fingerprint | None = None
-        self._schedules: UnsavedSchedules | None = UnsavedSchedules(target.states.values())
-        self._schedules.look()
         self.resolve()
 
     def resolve(self) -> None:
@@ -97,9 +94,6 @@ class Proposer:
         Args:
             waiting, busy, hangs, failed: as in ``Facts``.
         """
-        if self._schedules is not None:  # one may have been made since
-            self._schedules.look()
-            self._schedules = None
         tracked = self._tracked
         tracked.refresh()
         copied = None if busy else self._going_on.outcome()

@@ -74,27 +74,6 @@ def test_parts_of_a_schedule_go_with_it(told: Callable[..., list[str]]) -> None:
     assert told(mine=optimizer, schedule=schedule) == []
 
 
-def test_a_schedule_that_is_made_later_is_told_at_the_first_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def lines() -> list[str]:
-        return [line for line in caplog.messages if "learning rate scheduler" in line]
-
-    model, optimizer = nn.Linear(2, 2), sgd()
-    early = StepLR(optimizer, 1)
-    with (
-        caplog.at_level(logging.WARNING),
-        Checkpointer(tmp_path, model=model, state={"mine": optimizer}) as saver,
-    ):
-        assert len(lines()) == 1
-        late = ReduceLROnPlateau(optimizer)
-        saver.save()
-        assert ["StepLR" in line for line in lines()] == [True, False]
-        assert "a ReduceLROnPlateau, follows the SGD" in lines()[1]
-        saver.save()
-        assert len(lines()) == 2, (early, late)
-
-
 def test_tuples_that_other_threads_are_making(told: Callable[..., list[str]]) -> None:
     """Let a thread finish its tuple while schedules are looked for: Python refuses to grow or
     shrink a new tuple that something else refers to.
