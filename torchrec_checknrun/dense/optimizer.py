@@ -47,7 +47,8 @@ from torchrec_checknrun.dense.state_dicts import (
     same_objects,
     shared,
     state_dict_of,
-    stored_with_tables,
+    stored_elsewhere,
+    without_arrays,
 )
 from torchrec_checknrun.dense.tree import (
     Key,
@@ -236,6 +237,8 @@ class DenseOptimizer:
             shown = {k: v for k, v in own["state"].items() if k not in self._of_none}
             shown |= dict.fromkeys(self._of_none & restored["state"].keys())
             state = {k: restored["state"].get(k, value) for k, value in shown.items()}
+            if not isinstance(self._state, KeyedOptimizer):
+                state = {k: without_arrays(value) for k, value in state.items()}
             own |= {**restored, "state": state}
             loaded, form = state.keys(), self._by_key(own, back=True)
         if form is not None:
@@ -338,7 +341,7 @@ class DenseOptimizer:
         listed |= {k: v for k, v in present.items() if v is not None}
         state = {key: listed[key] if key in listed else dict(own) for key, own in made.items()}
         left_out = {p.key for p in parameters if p.sharded}
-        left_out |= stored_with_tables(listed, found, self._is_table)
+        left_out |= stored_elsewhere(listed, found, self._is_table)
         state = {k: v for k, v in {**state, **listed}.items() if k not in left_out}
         # One without content is made again by the first step that needs it.
         return {**content, "state": {k: v for k, v in state.items() if v != {}}}

@@ -1,4 +1,4 @@
-"""Restore optimizers' state of odd kinds: of no parameter, of several at once, text."""
+"""Restore optimizers' state of odd kinds: of no parameter, of several at once, text, arrays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,6 +78,17 @@ class Shared(Odd):
         return float(state["common"])
 
 
+class Counted(Odd):
+    """An optimizer that keeps sets and NumPy arrays, which torch's own loading can't put back."""
+
+    def factor(self, state: dict[str, Any], own: Any) -> float:
+        state.setdefault("seen", set()).add(len(state["phase"]))
+        counts = state.setdefault("counts", np.zeros(2))
+        counts += 0.5
+        state["pairs"] = [np.ones(1) * len(state["seen"]), torch.ones(2) * len(state["seen"])]
+        return float(counts.sum() + state["pairs"][0][0] + state["pairs"][1].sum())
+
+
 def keyed(layers: nn.Module, make: Any) -> Any:
     return KeyedOptimizerWrapper(dict(layers.named_parameters()), make)
 
@@ -85,6 +97,8 @@ OPTIMIZERS: dict[str, Any] = {
     "text": lambda layers: Odd(layers.parameters()),
     "whole": lambda layers: Whole(layers.parameters()),
     "shared": lambda layers: Shared(layers.parameters()),
+    "sets and arrays": lambda layers: Counted(layers.parameters()),
+    "sets and arrays in torchrec": lambda layers: keyed(layers, Counted),
     "text in torchrec": lambda layers: keyed(layers, Odd),
     "shared in torchrec": lambda layers: keyed(layers, Shared),
 }
