@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_checknrun.dense.checks import check_groups, check_wrappers
+from torchrec_checknrun.dense.checks import check_groups, check_keys, check_wrappers
 from torchrec_checknrun.dense.first_state import first_state_of_own_form, state_to_make
 from torchrec_checknrun.dense.optimizers import row_names, row_states
 from torchrec_checknrun.dense.param_groups import (
@@ -135,6 +135,8 @@ class DenseOptimizer:
         made = {p.key: state for p in parameters if (state := p.state) is not None}
         content = self._content(given, found, parameters, made)
         strict = not isinstance(self._state, KeyedOptimizer)
+        if _FORM not in content:
+            check_keys(found, content["state"])
         content |= stored_groups(self._groups(found, parameters), strict)
         late = {
             p.key: type(p.optimizer).__name__

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.unit.chains import one_thread
 from tests.unit.inner_nests import model, train
 from torchrec_checknrun import Checkpointer, Images
+from torchrec_checknrun.errors import SaveFailed
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ class Counted(Odd):
         return float(counts.sum() + state["pairs"][0][0] + state["pairs"][1].sum())
 
 
-def keyed(layers: nn.Module, make: Any) -> Any:
+def keyed(layers: nn.Module, make: Any) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(dict(layers.named_parameters()), make)
 
 
@@ -135,3 +136,18 @@ def test_state_of_no_parameter_goes_where_there_was_none(tmp_path: Path) -> None
         assert "whole" in optimizer.state
         saver.restore()
     assert not optimizer.state
+
+
+def test_a_parameter_that_two_parts_have_and_one_steps_is_refused(tmp_path: Path) -> None:
+    layers = model()
+
+    def dense(dimensions: int) -> KeyedOptimizerWrapper:
+        own = [p for p in layers.parameters() if p.dim() == dimensions]
+        return keyed(layers, lambda _: torch.optim.Adam(own))
+
+    optimizer = CombinedOptimizer([("matrices", dense(2)), ("vectors", dense(1))])
+    with Checkpointer(tmp_path, model=layers, state={"optimizer": optimizer}) as saver:
+        saver.save()  # of no state yet
+        train(layers, optimizer)
+        with pytest.raises(SaveFailed, match="only the parameters that its optimizer steps"):
+            saver.save()
