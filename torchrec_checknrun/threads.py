@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Literal, TypeVar, cast
 
+import torch
+
 from torchrec_checknrun.errors import CheckNRunError
 
 T = TypeVar("T")
@@ -245,13 +247,28 @@ def one_at_a_time(role: Role) -> Callable[[F], F]:
             this = Call(method.__name__, role)
             try:
                 caller.enter(this)
-                return method(self, *args, **kwargs)
+                return as_in_training(method)(self, *args, **kwargs)
             finally:
                 caller.leave(this)
 
         return cast("F", call)
 
     return decorate
+
+
+def as_in_training(method: F) -> F:
+    """Let a method run outside of ``torch.inference_mode()``: nobody may write afterwards to what
+    is made there, and that may be an optimizer's state, or a buffer.
+    """
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return cast("F", call)
 
 
 _pauses: set[object] = set()
