@@ -192,6 +192,11 @@ class OneCaller:
             )
         if self.closed and call.role in ("trains", "saves"):
             raise CheckNRunError(f"{self._name} is closed, its hooks are off: make a new one")
+        if _within_backward() and call.role in ("trains", "saves"):
+            raise CheckNRunError(
+                f"{call} was called within a backward pass, as by a hook: some rows are of this "
+                f"step already, and others are not. {_REMEDY}"
+            )
         others = self._trains is not call.thread and self._trains.is_alive()
         if others and call.role in ("saves", "waits"):  # first: it must not keep training out
             raise CheckNRunError(
@@ -212,6 +217,12 @@ class OneCaller:
         """End a call, if it was begun."""
         if self._at_work.get(None) is call:
             del self._at_work[None]
+
+
+def _within_backward() -> bool:
+    """Return whether a hook, or a function's ``backward``, of this thread's backward pass calls."""
+    task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() >= 0
 
 
 Role = Literal["trains", "saves", "waits", "ends"]
