@@ -130,7 +130,7 @@ def test_a_hook_of_the_backward_pass_may_not_save(tmp_path: Path, job: Job, call
         train(job, saver)
         out = torch.ones(1, requires_grad=True) * 2
         out.register_hook(lambda _: getattr(saver, call)())
-        with pytest.raises(CheckNRunError, match="within a backward pass.*between two steps"):
+        with pytest.raises(CheckNRunError, match=r"within a backward pass.*between two steps"):
             out.backward()
         train(job, saver)
         wanted = gather(job)
