@@ -61,7 +61,7 @@ from torchrec_checknrun.dense.tree import (
     parameters_of,
     shown,
 )
-from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
+from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held, tell_twins
 from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.values.state import Tree, decode_state, is_sharded, tree_items
@@ -132,6 +132,7 @@ class DenseOptimizer:
         self.nest = all_nodes(self._state)
         found = shown(self.nest)
         parameters = list(self._parameters.of(found))
+        tell_twins(parameters)
         made = {p.key: state for p in parameters if (state := p.state) is not None}
         content = self._content(given, found, parameters, made)
         strict = not isinstance(self._state, KeyedOptimizer)

@@ -16,6 +16,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from tests.unit.chains import one_thread
 from tests.unit.inner_nests import model, train
 from torchrec_checknrun import Checkpointer, Images
+from torchrec_checknrun.dense import wrappers
 from torchrec_checknrun.errors import SaveFailed
 
 
@@ -90,6 +91,18 @@ class Counted(Odd):
         return float(counts.sum() + state["pairs"][0][0] + state["pairs"][1].sum())
 
 
+class Twins(Odd):
+    """A tensor of each parameter's state is one of its group, or the optimizer's own, as well."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.calls = self.param_groups[0]["rounds"] = torch.zeros(())
+
+    def factor(self, state: dict[str, Any], own: Any) -> float:
+        self.calls += 1
+        return float(state.setdefault("rounds", self.calls))
+
+
 def keyed(layers: nn.Module, make: Any) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(dict(layers.named_parameters()), make)
 
@@ -151,3 +164,18 @@ def test_a_parameter_that_two_parts_have_and_one_steps_is_refused(tmp_path: Path
         train(layers, optimizer)
         with pytest.raises(SaveFailed, match="only the parameters that its optimizer steps"):
             saver.save()
+
+
+@pytest.mark.parametrize("make", [lambda m: Twins(m.parameters()), lambda m: keyed(m, Twins)])
+def test_a_tensor_that_comes_back_as_two_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrappers, "_warned", set())
+    layers = model()
+    optimizer = make(layers)
+    train(layers, optimizer)
+    with Checkpointer(tmp_path, model=layers, state={"optimizer": optimizer}) as saver:
+        saver.save()
+    told = [line for line in caplog.messages if "will not be the same tensor" in line]
+    assert ["Twins.calls" in line for line in told] == [True, False]
+    assert "Twins.param_groups[…]['rounds']" in told[1]
