@@ -60,8 +60,9 @@ class LeftOut:
         self._saves = 0
         self._model = model
         self._trained = _trained(model)
-        self._schedules = Schedules(states)
+        self._schedules: Schedules | None = None
         with self._harmless():
+            self._schedules = Schedules(states)
             self._modules = list(_users_modules(model, states))
             self._first = self._marks()
             self._copies = {
@@ -85,7 +86,8 @@ class LeftOut:
             if self._modules:
                 self._look(saved)
             self._look_at_parameters()
-            self._schedules.look()
+            if self._schedules is not None:
+                self._schedules.look()
 
     def _look_at_parameters(self) -> None:
         """Warn, once for each, of parameters that are trained now and were not at the start, or the
@@ -107,7 +109,7 @@ class LeftOut:
         try:
             yield
         except Exception:
-            self._modules = []
+            self._modules, self._schedules = [], None
             logger.warning("values outside of state dicts are not looked at", exc_info=True)
 
     def _look(self, saved: Mapping[str, object]) -> None:

@@ -8,8 +8,9 @@ objects has set: a program may make one after the Checkpointer, or put one in an
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.optimizers import held_schedules, unsaved_schedules
@@ -35,15 +36,13 @@ class Schedules:
         """Warn of schedulers that are new since the last look, and not among the state objects."""
         before, self._rates = self._rates, self._present()
         moved = [rates for key, rates in self._rates.items() if rates != before.get(key, rates)]
-        if {rate for rates in moved for rate in rates} - self._set():
+        if moved and not {rate for rates in moved for rate in rates} <= self._set():
             self._tell()
 
     def _present(self) -> dict[int, list[float]]:
         """Return the rates of the optimizers' groups, by the optimizers' ``id``."""
         return {
-            id(node.optimizer): [
-                float(group["lr"]) for group in node.optimizer.param_groups if "lr" in group
-            ]
+            id(node.optimizer): list(_numbers(g.get("lr") for g in node.optimizer.param_groups))
             for state in self._states.values()
             for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
         }
@@ -51,7 +50,7 @@ class Schedules:
     def _set(self) -> set[float]:
         """Return the rates that schedulers among the state objects have set."""
         held = held_schedules(self._states.values())
-        return {float(rate) for each in held for rate in getattr(each, "_last_lr", ())}
+        return {rate for each in held for rate in _numbers(getattr(each, "_last_lr", ()))}
 
     def _tell(self) -> None:
         for schedule, optimizer in sorted(unsaved_schedules(self._states.values()) - self._told):
@@ -63,3 +62,10 @@ class Schedules:
                 schedule,
                 optimizer,
             )
+
+
+def _numbers(rates: Iterable[object]) -> Iterator[float]:
+    """Yield rates as numbers, but for those of optimizers that choose one themselves (None)."""
+    for rate in rates:
+        if isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.numel() == 1):
+            yield float(rate)
