@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Literal, TypeVar, cast
 
+import torch
+
 from torchrec_checknrun.errors import CheckNRunError
 
 T = TypeVar("T")
@@ -190,6 +192,11 @@ class OneCaller:
             )
         if self.closed and call.role in ("trains", "saves"):
             raise CheckNRunError(f"{self._name} is closed, its hooks are off: make a new one")
+        if _within_backward() and call.role in ("trains", "saves"):
+            raise CheckNRunError(
+                f"{call} was called within a backward pass, as by a hook: some rows are of this "
+                f"step already, and others are not. {_REMEDY}"
+            )
         others = self._trains is not call.thread and self._trains.is_alive()
         if others and call.role in ("saves", "waits"):  # first: it must not keep training out
             raise CheckNRunError(
@@ -210,6 +217,12 @@ class OneCaller:
         """End a call, if it was begun."""
         if self._at_work.get(None) is call:
             del self._at_work[None]
+
+
+def _within_backward() -> bool:
+    """Return whether a hook, or a function's ``backward``, of this thread's backward pass calls."""
+    task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() >= 0
 
 
 Role = Literal["trains", "saves", "waits", "ends"]
@@ -245,13 +258,28 @@ def one_at_a_time(role: Role) -> Callable[[F], F]:
             this = Call(method.__name__, role)
             try:
                 caller.enter(this)
-                return method(self, *args, **kwargs)
+                return as_in_training(method)(self, *args, **kwargs)
             finally:
                 caller.leave(this)
 
         return cast("F", call)
 
     return decorate
+
+
+def as_in_training(method: F) -> F:
+    """Let a method run outside of ``torch.inference_mode()``: nobody may write afterwards to what
+    is made there, and that may be an optimizer's state, or a buffer.
+    """
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return cast("F", call)
 
 
 _pauses: set[object] = set()

@@ -7,15 +7,41 @@ parameter group or wrapper on one side only would be lost silently.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torchrec_checknrun.dense.param_groups import GROUPS, Group, SavedGroups
 from torchrec_checknrun.dense.tree import Key, Node, own_parameters
 from torchrec_checknrun.dense.wrappers import WRAPPERS, without_takers
-from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.errors import IncompatibleCheckpoint, SaveFailed
 from torchrec_checknrun.values.state import Tree, tree_items
 
 logger = logging.getLogger(__name__)
+
+
+def check_keys(found: Iterable[Node], listed: Collection[Key]) -> None:
+    """Refuse to save what TorchRec refuses to load: two parts of a combined optimizer have a
+    parameter, and not both have state of it.
+
+    Args:
+        found: the optimizers in the nest.
+        listed: keys of the state.
+
+    Raises:
+        SaveFailed: names the parameter and the parts.
+    """
+    stepping = [node for node in found if node.steps and node.keyed is not None]
+    states = {id(p) for node in stepping for p in node.optimizer.state}
+    first: dict[int, str] = {}
+    for node in stepping:
+        for name, parameter in node.keyed.params.items() if node.keyed is not None else ():
+            key = node.key(name)
+            other = first.setdefault(id(parameter), key)
+            if other != key and id(parameter) in states and not {key, other} <= set(listed):
+                raise SaveFailed(
+                    f"{other!r} and {key!r} are one parameter, of which not both optimizers have "
+                    "state: TorchRec would refuse to load that. Give each KeyedOptimizerWrapper "
+                    "only the parameters that its optimizer steps"
+                )
 
 
 def check_groups(

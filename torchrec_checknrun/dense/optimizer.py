@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_checknrun.dense.checks import check_groups, check_wrappers
+from torchrec_checknrun.dense.checks import check_groups, check_keys, check_wrappers
 from torchrec_checknrun.dense.first_state import first_state_of_own_form, state_to_make
 from torchrec_checknrun.dense.optimizers import row_names, row_states
 from torchrec_checknrun.dense.param_groups import (
@@ -47,7 +47,8 @@ from torchrec_checknrun.dense.state_dicts import (
     same_objects,
     shared,
     state_dict_of,
-    stored_with_tables,
+    stored_elsewhere,
+    without_arrays,
 )
 from torchrec_checknrun.dense.tree import (
     Key,
@@ -60,7 +61,7 @@ from torchrec_checknrun.dense.tree import (
     parameters_of,
     shown,
 )
-from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held
+from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held, tell_twins
 from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.values.state import Tree, decode_state, is_sharded, tree_items
@@ -131,9 +132,12 @@ class DenseOptimizer:
         self.nest = all_nodes(self._state)
         found = shown(self.nest)
         parameters = list(self._parameters.of(found))
+        tell_twins(parameters)
         made = {p.key: state for p in parameters if (state := p.state) is not None}
         content = self._content(given, found, parameters, made)
         strict = not isinstance(self._state, KeyedOptimizer)
+        if _FORM not in content:
+            check_keys(found, content["state"])
         content |= stored_groups(self._groups(found, parameters), strict)
         late = {
             p.key: type(p.optimizer).__name__
@@ -236,6 +240,8 @@ class DenseOptimizer:
             shown = {k: v for k, v in own["state"].items() if k not in self._of_none}
             shown |= dict.fromkeys(self._of_none & restored["state"].keys())
             state = {k: restored["state"].get(k, value) for k, value in shown.items()}
+            if not isinstance(self._state, KeyedOptimizer):
+                state = {k: without_arrays(value) for k, value in state.items()}
             own |= {**restored, "state": state}
             loaded, form = state.keys(), self._by_key(own, back=True)
         if form is not None:
@@ -338,7 +344,7 @@ class DenseOptimizer:
         listed |= {k: v for k, v in present.items() if v is not None}
         state = {key: listed[key] if key in listed else dict(own) for key, own in made.items()}
         left_out = {p.key for p in parameters if p.sharded}
-        left_out |= stored_with_tables(listed, found, self._is_table)
+        left_out |= stored_elsewhere(listed, found, self._is_table)
         state = {k: v for k, v in {**state, **listed}.items() if k not in left_out}
         # One without content is made again by the first step that needs it.
         return {**content, "state": {k: v for k, v in state.items() if v != {}}}

@@ -201,7 +201,7 @@ def unsaved_schedules(states: Iterable[object]) -> set[tuple[str, str]]:
         for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
     ]
     followed = {id(optimizer): type(optimizer).__name__ for optimizer in optimizers}
-    kept = set(map(id, _held_schedules(objects)))
+    kept = set(map(id, held_schedules(objects)))
 
     def others() -> list[Any]:
         # A list of all objects would refer to the tuples that other threads are just making, which
@@ -228,7 +228,7 @@ def unsaved_schedules(states: Iterable[object]) -> set[tuple[str, str]]:
     }
 
 
-def _held_schedules(objects: Iterable[object]) -> Iterator[LRScheduler]:
+def held_schedules(objects: Iterable[object]) -> Iterator[LRScheduler]:
     """Yield the schedulers that objects are or hold, in attributes and containers of these."""
     seen: set[int] = set()
     found = [value for each in objects for value in (each, *attributes(each).values())]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
-from torchrec_checknrun.dense.tree import Key, Node, Parameter, is_torchs
+from torchrec_checknrun.dense.tree import Key, Node, Parameter, is_semisync, is_torchs
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.values.state import (
     Tree,
@@ -97,7 +97,8 @@ def live_groups(nodes: Iterable[Node], keys: Mapping[int, Key]) -> list[Group]:
                 continue
             seen.add(id(content))
             grouped |= parameters
-            if not node.fused:
+            # Those inside have the groups, with a form of their own.
+            if not (node.fused or is_semisync(node.optimizer)):
                 own = [keys[id(p)] for p in content["params"] if id(p) in keys]
                 found.append(Group(content, own, node.identity, number))
     return found

@@ -19,6 +19,7 @@ from itertools import chain
 from operator import methodcaller
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ from torchrec_checknrun.dense.tree import (
     fused_keys,
     inner_optimizers,
     is_partitioned,
+    is_semisync,
     names_table,
     parameters_of,
 )
@@ -95,19 +97,26 @@ def state_dict_of(optimizer: Optimizer, tables: Collection[str]) -> Any:
     }
 
 
-def stored_with_tables(
+def stored_elsewhere(
     state: Mapping[Key, Any], nest: Iterable[Node], is_table: Callable[[torch.Tensor], bool]
 ) -> set[Key]:
-    """Return the keys of a state dict's content that are stored with the tables' rows.
+    """Return the keys of a state dict's content that are stored elsewhere: with the tables' rows,
+    or in the form of an optimizer inside a ``SemisyncOptimizer``.
 
     Args:
         state: content of the state dict, by key.
         nest: the optimizers in the nest.
         is_table: tells whether a fused optimizer's parameter is a table of the model.
     """
-    if not any(map(_is_of_shards, state.values())):
-        return set()
-    return {key for key in fused_keys(nest, is_table) if _is_of_shards(state.get(key))}
+    found: set[Key] = {
+        node.key(name)
+        for node in nest
+        if is_semisync(node.optimizer) and node.keyed is not None
+        for name in node.keyed.params
+    }
+    if any(map(_is_of_shards, state.values())):
+        found |= {key for key in fused_keys(nest, is_table) if _is_of_shards(state.get(key))}
+    return found
 
 
 def _is_of_shards(state: object) -> bool:
@@ -254,19 +263,29 @@ def shared(parameters: Iterable[Parameter]) -> list[list[list[Any]]]:
     return [list(of_tensor.values()) for of_tensor in places.values() if len(of_tensor) > 1]
 
 
+def without_arrays(state: Any) -> Any:
+    """Return a parameter's state with None for NumPy arrays and what holds them, of which torch's
+    ``load_state_dict`` tries to make others of a generator; ``put_rest`` writes them.
+    """
+    if not isinstance(state, dict):
+        return state
+    return {k: None if any(leaves(v, (np.ndarray,))) else v for k, v in state.items()}
+
+
 def put_rest(
     parameters: Iterable[Parameter],
     restored: Mapping[Key, Any],
     places: Iterable[Sequence[Sequence[Any]]],
 ) -> None:
     """Write what torch's ``load_state_dict`` has changed: text, which becomes that of a generator,
-    and tensors that are the state of several parameters, as ``shared`` found them.
+    arrays, and tensors that are the state of several parameters, as ``shared`` found them.
     """
     states = {p.key: p.state or {} for p in parameters}
     for key, state in states.items():
         saved = restored.get(key)
         for name, value in saved.items() if isinstance(saved, dict) else ():
-            if name in state and not any(leaves(value, (torch.Tensor,))):
+            kept = any(leaves(value, (torch.Tensor,))) and not any(leaves(value, (np.ndarray,)))
+            if name in state and not kept:
                 state[name] = value
     for of_tensor in places:
         (first, first_name), *others = of_tensor
@@ -314,6 +333,8 @@ def same_objects(nest: Sequence[Node]) -> Iterator[None]:
         for node in reversed(nest):  # they are put back in the nest's order
             same = _same_dicts if _makes_dicts(node) else _same_attributes
             stack.enter_context(same(node.optimizer))
+            if is_semisync(node.optimizer):
+                stack.enter_context(_as_it_is(node.optimizer))
         yield
 
 
@@ -321,6 +342,16 @@ def _makes_dicts(node: Node) -> bool:
     """Return whether an optimizer loads into its own dicts, not into an inner optimizer's."""
     plain = not isinstance(node.optimizer, KeyedOptimizer)
     return node.steps or (plain and {"state", "param_groups"} <= vars(node.optimizer).keys())
+
+
+@contextmanager
+def _as_it_is(optimizer: Any) -> Iterator[None]:
+    """Let TorchRec's ``SemisyncOptimizer`` load its own state, that of the two inside, which is
+    restored by itself: it would refuse that before the first global step.
+    """
+    optimizer.post_load_state_dict = lambda: None
+    yield
+    del optimizer.post_load_state_dict
 
 
 @contextmanager

@@ -256,6 +256,14 @@ def is_partitioned(value: object) -> TypeGuard[ZeroRedundancyOptimizer]:
     return kind is not None and isinstance(value, kind)
 
 
+def is_semisync(optimizer: object) -> bool:
+    """Return whether an optimizer is TorchRec's of local steps and global ones: it leaves all to
+    the two inside, whose parameters are the same.
+    """
+    kind = getattr(sys.modules.get("torchrec.optim.semi_sync"), "SemisyncOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Return whether an optimizer updates only tables inside kernels."""
     if isinstance(optimizer, CombinedOptimizer):
@@ -318,7 +326,7 @@ def _walk(optimizer: Optimizer) -> Iterator[Node]:
         shown: set[str] = set()  # a combined optimizer's parts have prefixes of their own instead
         if not combines:
             shown = {name for name, each in inner if _shows(optimizer, name, each)}
-        steps = not (combines or shown)
+        steps = not (combines or shown or is_semisync(optimizer))
         yield Node(optimizer, identity, prefix, keyed, False, steps, bool(inner), hidden)
         # Shown ones first: a shown optimizer may also be inside a hidden one.
         for name, each in sorted(inner, key=lambda item: item[0] not in shown):
@@ -335,6 +343,8 @@ def _walk(optimizer: Optimizer) -> Iterator[Node]:
 
 def _shows(outer: Optimizer, name: str, inner: Optimizer) -> bool:
     """Return whether an optimizer's state dict shows the state of one that it holds."""
+    if is_semisync(outer):
+        return False  # under names of its own, and mixed with the other one's
     if name == "_optimizer" and isinstance(outer, KeyedOptimizer):  # TorchRec's wrappers
         return True
     return outer.state is inner.state or _hands_on(outer, inner)

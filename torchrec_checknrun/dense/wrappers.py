@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.tree import (
     HOOKS,
     Node,
+    Parameter,
     attributes,
     is_torchs,
     own_parameters,
@@ -90,6 +91,23 @@ def held(node: Node, references: References) -> dict[str, Any]:
     own = {name: parameter for name, parameter in own.items() if parameter.numel()}
     found = {_ATTRIBUTES: attributes, _DEFAULTS: kept, _STATE: state, _PARAMETERS: own}
     return {part: content for part, content in found.items() if content}
+
+
+def tell_twins(parameters: Iterable[Parameter]) -> None:
+    """Warn, once for each, of tensors that are a parameter's state, and an option of its group or
+    an attribute of its optimizer besides: a restore makes two of each.
+    """
+    for each in parameters:
+        optimizer, state = each.optimizer, each.state
+        if each.sharded or not state or is_torchs(type(optimizer)):
+            continue
+        own = {id(value) for value in state.values() if isinstance(value, torch.Tensor)}
+        options = {f"param_groups[…][{name!r}]": value for name, value in each.group.items()}
+        for name, value in {**attributes(optimizer), **options}.items():
+            if isinstance(value, torch.Tensor) and id(value) in own:
+                what = f"{name} is state of parameters as well, and will not be the same tensor"
+                remedy = "let load_state_dict() or step() put the one in the other's place again"
+                _warn(optimizer, name, f"{what} after a restore", remedy)
 
 
 def give_back(

@@ -24,7 +24,6 @@ from torchrec_checknrun.dense.optimizers import (
     partitioned,
     tables_of_others,
     unsaved_hooks,
-    unsaved_schedules,
 )
 from torchrec_checknrun.dense.state_objects import keeps_all_to_itself, shows_sums
 from torchrec_checknrun.errors import UnsupportedState
@@ -42,6 +41,7 @@ from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.links import REFERENCE_SHARES, too_large
 from torchrec_checknrun.schedule.schedule import Schedule
 from torchrec_checknrun.snapshot.memory import default_budget
+from torchrec_checknrun.threads import as_in_training
 from torchrec_checknrun.tiers.host_copies import make_host_files
 from torchrec_checknrun.tiers.peers import make_peers
 from torchrec_checknrun.values.dense import is_dense
@@ -76,6 +76,7 @@ class Assembly:
     _closers: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
+    @as_in_training
     def of(cls, given: Mapping[str, Any], unknown: Mapping[str, object]) -> Assembly:
         """Check the arguments, track the model and take staging memory; a collective.
 
@@ -107,7 +108,6 @@ class Assembly:
             _warn_of_optimizers(states)
             _warn_of_own_forms(tracked, states)
             _warn_of_hooks(options.model, states)
-            _warn_of_schedules(states)
             _warn_of_empty_states(states)
             _warn_of_sums(options.model, states)
         except BaseException:
@@ -301,18 +301,6 @@ def _warn_of_hooks(model: nn.Module, states: Mapping[str, Stateful]) -> None:
             "a restored run begins with a new one. Give its values as a state object, in an object "
             'with the hook\'s state in an attribute: state={"hook": PerRank(…)}',
             kind,
-        )
-
-
-def _warn_of_schedules(states: Mapping[str, Stateful]) -> None:
-    """Warn of learning rate schedulers whose position would be lost."""
-    for schedule, optimizer in sorted(unsaved_schedules(states.values())):
-        logger.warning(
-            "a learning rate scheduler, a %s, follows the %s, and no state object is or holds it: "
-            "unless another one saves it, a restored run begins the schedule anew, and sets other "
-            'rates. Give it: state={"schedule": scheduler}',
-            schedule,
-            optimizer,
         )
 
 

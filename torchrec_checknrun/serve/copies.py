@@ -14,7 +14,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -235,6 +235,14 @@ class _Staged:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def mode_of(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context to copy a model in and write to it: ``torch.inference_mode()`` if it was
+    made there, since it can't be written to elsewhere; else outside of it, for the same reason.
+    """
+    held = (*model.parameters(), *model.buffers())
+    return torch.inference_mode(any(tensor.is_inference() for tensor in held))
 
 
 class OneCopy:

@@ -23,7 +23,7 @@ from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.followers import announced
 from torchrec_checknrun.serve.alone import require_alone
 from torchrec_checknrun.serve.content import Content, Indexes
-from torchrec_checknrun.serve.copies import OneCopy, ReadersStay, TwoCopies
+from torchrec_checknrun.serve.copies import OneCopy, ReadersStay, TwoCopies, mode_of
 from torchrec_checknrun.serve.inference.names import Names, match_names
 from torchrec_checknrun.serve.lag import Lag
 from torchrec_checknrun.serve.load import Load, Memory
@@ -97,7 +97,8 @@ class Follower:
         self._map = dict(map or {})
         self._strict = strict
         self._seconds = timeout_seconds
-        self._copies = TwoCopies(model) if copies == 2 else OneCopy(model, self._budget)
+        with mode_of(model):
+            self._copies = TwoCopies(model) if copies == 2 else OneCopy(model, self._budget)
         self._indexes = Indexes(self._root)
         self._memory = Memory()
         self._served: tuple[Manifest, ...] = ()
@@ -168,7 +169,8 @@ class Follower:
             self._pace.begin()
             before = self._copies.version
             try:
-                self._advance()
+                with mode_of(self._copies.replica.model):
+                    self._advance()
             except (CorruptCheckpoint, ChainBroken, ReadersStay, OSError) as error:
                 self._lag.failed(error)
                 if before is None:

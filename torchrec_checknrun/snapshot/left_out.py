@@ -1,7 +1,8 @@
 """Notice values that modules count and keep outside of their state dicts: no checkpoint holds them.
 
 A step counter in a plain attribute, a window of losses, a buffer with ``persistent=False`` that is
-written to: a restored run begins with what the program makes of these.
+written to, parameters that are frozen or thawed: a restored run begins with what the program makes
+of these.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from torchrec_checknrun.dense.tree import attributes
 from torchrec_checknrun.ranks import listed
+from torchrec_checknrun.snapshot.schedules import Schedules
 from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
@@ -56,7 +58,11 @@ class LeftOut:
         self._first: dict[tuple[int, str], Mark] = {}
         self._copies: dict[tuple[int, str], bytes] = {}
         self._saves = 0
+        self._model = model
+        self._trained = _trained(model)
+        self._schedules: Schedules | None = None
         with self._harmless():
+            self._schedules = Schedules(states)
             self._modules = list(_users_modules(model, states))
             self._first = self._marks()
             self._copies = {
@@ -74,9 +80,28 @@ class LeftOut:
             saved: the states that are saved, by name.
         """
         self._saves += 1
-        if self._modules and not self._saves & (self._saves - 1):
-            with self._harmless():
+        if self._saves & (self._saves - 1):
+            return
+        with self._harmless():
+            if self._modules:
                 self._look(saved)
+            self._look_at_parameters()
+            if self._schedules is not None:
+                self._schedules.look()
+
+    def _look_at_parameters(self) -> None:
+        """Warn, once for each, of parameters that are trained now and were not at the start, or the
+        reverse.
+        """
+        first = self._trained
+        changed = [n for n, trained in _trained(self._model).items() if first.get(n) is not trained]
+        if changed := [name for name in changed if first.pop(name, None) is not None]:
+            logger.warning(
+                "the program has changed requires_grad of %s, which is in no state dict: a "
+                "restored run trains what the program makes so. Set it by the step, after "
+                "restore() as well",
+                listed(changed),
+            )
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -84,7 +109,7 @@ class LeftOut:
         try:
             yield
         except Exception:
-            self._modules = []
+            self._modules, self._schedules = [], None
             logger.warning("values outside of state dicts are not looked at", exc_info=True)
 
     def _look(self, saved: Mapping[str, object]) -> None:
@@ -136,6 +161,10 @@ class LeftOut:
             if (named and (equal or type(value) not in _NUMBERS)) or (extra and equal):
                 return True
         return False
+
+
+def _trained(model: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 def _users_modules(

@@ -23,7 +23,10 @@ from torchrec_checknrun.store.folder import Folder
 
 MODEL = "model"
 """The state whose names have no prefix."""
-_TWICE = "{} has two values that would be called {!r}: rename one of its state objects"
+_TWICE = (
+    "{} has two values that would be called {!r}: give other names to the state objects, or to the "
+    "keys of a state dict, where 'a.b' may be beside a 'b' in 'a', or 1 beside '1'"
+)
 
 
 def read_dense(

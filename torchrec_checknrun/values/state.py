@@ -237,7 +237,7 @@ def tree_values(tree: Tree | None) -> list[Tree]:
 
 
 def empty_state(tree: Tree) -> Any:
-    """Build a value of a tree's structure: zeros for tensors, None for other leaves."""
+    """Build a value of a tree's structure: zeros for tensors, None for other leaves and sets."""
 
     def zeros(node: Tree) -> torch.Tensor | None:
         dtype = TORCH_DTYPES.get(node.get("dtype", "")) if "x" in node else None
@@ -245,21 +245,23 @@ def empty_state(tree: Tree) -> Any:
             return None
         return put_in_order(torch.zeros(node["shape"], dtype=dtype, device="cpu"), _strides(node))
 
-    return _visit(tree, zeros)
+    return _visit(tree, zeros, lambda *_: None)
 
 
-def _visit(node: Tree, leaf: Callable[[Tree], Any]) -> Any:
+def _visit(
+    node: Tree, leaf: Callable[[Tree], Any], of_set: Callable[[list[Any], Any], Any] = set_of
+) -> Any:
     if not isinstance(node, dict):
         raise CorruptCheckpoint(f"state tree: expected a node, found {type(node).__name__}")
     if "d" in node:
-        return {_require_key(k): _visit(v, leaf) for k, v in node["d"]}
+        return {_require_key(k): _visit(v, leaf, of_set) for k, v in node["d"]}
     if "l" in node:
-        return [_visit(v, leaf) for v in node["l"]]
+        return [_visit(v, leaf, of_set) for v in node["l"]]
     if "t" in node:
-        return tuple(_visit(v, leaf) for v in node["t"])
+        return tuple(_visit(v, leaf, of_set) for v in node["t"])
     for name, kind in SETS.items():
         if name in node:
-            return set_of([_visit(v, leaf) for v in node[name]], kind)
+            return of_set([_visit(v, leaf, of_set) for v in node[name]], kind)
     return leaf(node)
 
 

@@ -1,4 +1,4 @@
-"""Restore optimizers' state of odd kinds: of no parameter, of several at once, text."""
+"""Restore optimizers' state of odd kinds: of no parameter, of several at once, text, arrays."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.unit.chains import one_thread
 from tests.unit.inner_nests import model, train
 from torchrec_checknrun import Checkpointer, Images
+from torchrec_checknrun.dense import wrappers
+from torchrec_checknrun.errors import SaveFailed
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +80,30 @@ class Shared(Odd):
         return float(state["common"])
 
 
-def keyed(layers: nn.Module, make: Any) -> Any:
+class Counted(Odd):
+    """An optimizer that keeps sets and NumPy arrays, which torch's own loading can't put back."""
+
+    def factor(self, state: dict[str, Any], own: Any) -> float:
+        state.setdefault("seen", set()).add(len(state["phase"]))
+        counts = state.setdefault("counts", np.zeros(2))
+        counts += 0.5
+        state["pairs"] = [np.ones(1) * len(state["seen"]), torch.ones(2) * len(state["seen"])]
+        return float(counts.sum() + state["pairs"][0][0] + state["pairs"][1].sum())
+
+
+class Twins(Odd):
+    """A tensor of each parameter's state is one of its group, or the optimizer's own, as well."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.calls = self.param_groups[0]["rounds"] = torch.zeros(())
+
+    def factor(self, state: dict[str, Any], own: Any) -> float:
+        self.calls += 1
+        return float(state.setdefault("rounds", self.calls))
+
+
+def keyed(layers: nn.Module, make: Any) -> KeyedOptimizerWrapper:
     return KeyedOptimizerWrapper(dict(layers.named_parameters()), make)
 
 
@@ -85,6 +111,8 @@ OPTIMIZERS: dict[str, Any] = {
     "text": lambda layers: Odd(layers.parameters()),
     "whole": lambda layers: Whole(layers.parameters()),
     "shared": lambda layers: Shared(layers.parameters()),
+    "sets and arrays": lambda layers: Counted(layers.parameters()),
+    "sets and arrays in torchrec": lambda layers: keyed(layers, Counted),
     "text in torchrec": lambda layers: keyed(layers, Odd),
     "shared in torchrec": lambda layers: keyed(layers, Shared),
 }
@@ -121,3 +149,33 @@ def test_state_of_no_parameter_goes_where_there_was_none(tmp_path: Path) -> None
         assert "whole" in optimizer.state
         saver.restore()
     assert not optimizer.state
+
+
+def test_a_parameter_that_two_parts_have_and_one_steps_is_refused(tmp_path: Path) -> None:
+    layers = model()
+
+    def dense(dimensions: int) -> KeyedOptimizerWrapper:
+        own = [p for p in layers.parameters() if p.dim() == dimensions]
+        return keyed(layers, lambda _: torch.optim.Adam(own))
+
+    optimizer = CombinedOptimizer([("matrices", dense(2)), ("vectors", dense(1))])
+    with Checkpointer(tmp_path, model=layers, state={"optimizer": optimizer}) as saver:
+        saver.save()  # of no state yet
+        train(layers, optimizer)
+        with pytest.raises(SaveFailed, match="only the parameters that its optimizer steps"):
+            saver.save()
+
+
+@pytest.mark.parametrize("make", [lambda m: Twins(m.parameters()), lambda m: keyed(m, Twins)])
+def test_a_tensor_that_comes_back_as_two_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrappers, "_warned", set())
+    layers = model()
+    optimizer = make(layers)
+    train(layers, optimizer)
+    with Checkpointer(tmp_path, model=layers, state={"optimizer": optimizer}) as saver:
+        saver.save()
+    told = [line for line in caplog.messages if "will not be the same tensor" in line]
+    assert ["Twins.calls" in line for line in told] == [True, False]
+    assert "Twins.param_groups[…]['rounds']" in told[1]

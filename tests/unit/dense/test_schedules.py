@@ -74,6 +74,31 @@ def test_parts_of_a_schedule_go_with_it(told: Callable[..., list[str]]) -> None:
     assert told(mine=optimizer, schedule=schedule) == []
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["in another's place", "the first"])
+def test_a_schedule_that_is_made_later_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: bool
+) -> None:
+    optimizer = sgd()
+    schedule: LRScheduler = StepLR(optimizer, 1)
+    states: dict[str, Any] = {"mine": optimizer, **({"schedule": schedule} if given else {})}
+    if not given:
+        del schedule
+    with Checkpointer(tmp_path, model=nn.Linear(1, 1), state=states) as saver:
+
+        def lines() -> list[str]:
+            for _ in range(4):
+                optimizer.step()
+                schedule.step()
+                saver.step()
+                saver.save()
+            return [line for line in caplog.messages if "learning rate scheduler" in line]
+
+        if given:
+            assert lines() == []
+        schedule = ExponentialLR(optimizer, 0.7)
+        assert ["a ExponentialLR, follows the SGD" in line for line in lines()] == [True]
+
+
 def test_tuples_that_other_threads_are_making(told: Callable[..., list[str]]) -> None:
     """Let a thread finish its tuple while schedules are looked for: Python refuses to grow or
     shrink a new tuple that something else refers to.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.models import Job
 from tests.distributed.states import gather
@@ -118,6 +119,22 @@ def test_a_signal_handler_may_not_save_within_a_call(
     assert len(errors) == 1
     assert f"save() of MainThread was called while {within}() of MainThread" in errors[0]
     assert "set a flag" in errors[0]
+    assert restored(tmp_path, wanted) == []
+
+
+@pytest.mark.parametrize("call", ["save", "step"])
+def test_a_hook_of_the_backward_pass_may_not_save(tmp_path: Path, job: Job, call: str) -> None:
+    """Some tables have been updated by then, and others not."""
+    with checkpointer(tmp_path, job, every_steps=1) as saver:
+        saver.restore()
+        train(job, saver)
+        out = torch.ones(1, requires_grad=True) * 2
+        out.register_hook(lambda _: getattr(saver, call)())
+        with pytest.raises(CheckNRunError, match=r"within a backward pass.*between two steps"):
+            out.backward()
+        train(job, saver)
+        wanted = gather(job)
+        saver.save()
     assert restored(tmp_path, wanted) == []
 
 

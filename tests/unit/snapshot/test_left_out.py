@@ -149,6 +149,20 @@ def test_a_value_that_moves_later_is_told(told: Told) -> None:
     assert len(told(module, lambda: next(calls)())) == 1
 
 
+def test_parameters_that_are_frozen_or_thawed_are_told_once(told: Told) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    layers[0].weight.requires_grad_(False)
+    rounds = iter([1, 1, 0, 1])
+
+    def train() -> None:
+        thawed = bool(next(rounds))
+        layers[0].weight.requires_grad_(thawed)
+        layers[1].bias.requires_grad_(not thawed)
+
+    (line,) = told(layers, train)
+    assert "requires_grad of over.0.weight, over.1.bias, which is in no state dict" in line
+
+
 def test_modules_of_state_objects_are_looked_into(told: Told) -> None:
     module, holder = Counting(), Counts(Counting())
     assert "module.calls" in told(nn.Linear(2, 2), call(module), module=module)[0]
