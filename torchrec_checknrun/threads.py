@@ -252,13 +252,15 @@ def one_at_a_time(role: Role) -> Callable[[F], F]:
     """Make a method one that its object's ``_caller``, a ``OneCaller``, lets in or refuses."""
 
     def decorate(method: F) -> F:
+        run = as_in_training(method)
+
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             caller: OneCaller = self._caller
             this = Call(method.__name__, role)
             try:
                 caller.enter(this)
-                return as_in_training(method)(self, *args, **kwargs)
+                return run(self, *args, **kwargs)
             finally:
                 caller.leave(this)
 

@@ -97,13 +97,19 @@ def tell_twins(parameters: Iterable[Parameter]) -> None:
     """Warn, once for each, of tensors that are a parameter's state, and an option of its group or
     an attribute of its optimizer besides: a restore makes two of each.
     """
+    stepping: dict[int, tuple[Optimizer, set[int]]] = {}
     for each in parameters:
-        optimizer, state = each.optimizer, each.state
-        if each.sharded or not state or is_torchs(type(optimizer)):
-            continue
-        own = {id(value) for value in state.values() if isinstance(value, torch.Tensor)}
-        options = {f"param_groups[…][{name!r}]": value for name, value in each.group.items()}
-        for name, value in {**attributes(optimizer), **options}.items():
+        optimizer = each.optimizer
+        if not (each.sharded or is_torchs(type(optimizer))):
+            own = stepping.setdefault(id(optimizer), (optimizer, set()))[1]
+            own.update(id(v) for v in (each.state or {}).values() if isinstance(v, torch.Tensor))
+    for optimizer, own in stepping.values():
+        options = [
+            (f"param_groups[…][{name!r}]", value)
+            for group in optimizer.param_groups
+            for name, value in group.items()
+        ]
+        for name, value in (*attributes(optimizer).items(), *options):
             if isinstance(value, torch.Tensor) and id(value) in own:
                 what = f"{name} is state of parameters as well, and will not be the same tensor"
                 remedy = "let load_state_dict() or step() put the one in the other's place again"

@@ -1,8 +1,9 @@
 """Notice learning rate schedulers that no state object is or holds: they begin anew at a restore.
 
 To look for all that follows an optimizer takes a tenth of a second. So it is done when a
-Checkpointer is made, and later only where rates have moved that no scheduler among the state
-objects has set: a program may make one after the Checkpointer, or put one in another's place.
+Checkpointer is made and at its first save, and later only where rates have moved that no scheduler
+among the state objects has set: a program may make one after the Checkpointer, or put one in
+another's place.
 """
 
 from __future__ import annotations
@@ -29,15 +30,18 @@ class Schedules:
     def __init__(self, states: Mapping[str, object]) -> None:
         self._states = states
         self._told: set[tuple[str, str]] = set()
-        self._rates = self._present()
+        self._rates: dict[int, list[float]] | None = None
+        """As of the last look; None before the first."""
         self._tell()
 
     def look(self) -> None:
         """Warn of schedulers that are new since the last look, and not among the state objects."""
         before, self._rates = self._rates, self._present()
-        moved = [rates for key, rates in self._rates.items() if rates != before.get(key, rates)]
-        if moved and not {rate for rates in moved for rate in rates} <= self._set():
-            self._tell()
+        if before is not None:
+            moved = [rates for key, rates in self._rates.items() if rates != before.get(key)]
+            if {rate for rates in moved for rate in rates} <= self._set():
+                return
+        self._tell()
 
     def _present(self) -> dict[int, list[float]]:
         """Return the rates of the optimizers' groups, by the optimizers' ``id``."""

@@ -99,6 +99,27 @@ def test_a_schedule_that_is_made_later_is_told_once(
         assert ["a ExponentialLR, follows the SGD" in line for line in lines()] == [True]
 
 
+def test_a_schedule_that_has_moved_no_rate_is_told_at_the_first_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines() -> list[str]:
+        return [line for line in caplog.messages if "learning rate scheduler" in line]
+
+    model, optimizer = nn.Linear(2, 2), sgd()
+    early = StepLR(optimizer, 1)
+    with (
+        caplog.at_level(logging.WARNING),
+        Checkpointer(tmp_path, model=model, state={"mine": optimizer}) as saver,
+    ):
+        assert len(lines()) == 1
+        late = ReduceLROnPlateau(optimizer)
+        saver.save()
+        assert ["StepLR" in line for line in lines()] == [True, False]
+        assert "a ReduceLROnPlateau, follows the SGD" in lines()[1]
+        saver.save()
+        assert len(lines()) == 2, (early, late)
+
+
 def test_tuples_that_other_threads_are_making(told: Callable[..., list[str]]) -> None:
     """Let a thread finish its tuple while schedules are looked for: Python refuses to grow or
     shrink a new tuple that something else refers to.
