@@ -46,15 +46,23 @@ class Run:
 
 
 def train(
-    directory: Path, *overrides: str, kill: tuple[int, int] | None = None, ranks: int = RANKS
+    directory: Path,
+    *overrides: str,
+    kill: tuple[int, int] | None = None,
+    after: int = 0,
+    ranks: int = RANKS,
 ) -> Run:
-    """Run the trainer; with `kill=(step, rank)` that rank dies once that step is done."""
+    """Run the trainer; with `kill=(step, rank)` that rank dies once that step is done, and the
+    checkpoint of step `after` is told of.
+    """
     settings = (*SETTINGS, f"trainer.final_state={directory / 'final'}", *overrides)
     events: list[dict[str, Any]] = []
+    told = not after
     with Job(directory, settings, ranks=ranks, max_restarts=1 if kill else 0) as job:
         for event in job.events():
             events.append(event)
-            if kill and (event["event"], event.get("step")) == ("step", kill[0]):
+            told = told or (event["event"], event.get("step")) == ("checkpoint", after)
+            if kill and told and event["event"] == "step" and event["step"] >= kill[0]:
                 job.kill(kill[1])
                 kill = None
     return Run(directory, events)
@@ -153,19 +161,24 @@ def test_a_killed_rank_costs_no_sample_and_no_bit(run: Run, tmp_path: Path) -> N
     killed = train(
         tmp_path / "killed",
         "checkpoint=check_n_run",
+        "checkpoint.when_busy=wait",  # on a busy machine, too, each is begun
         "trainer.pipeline=sparse_dist",
         kill=(25, 0),
+        after=20,
     )
     first, second = killed.named("start")
     assert (first["attempt"], second["attempt"]) == (0, 1)
     assert not set(first["pids"]) & set(second["pids"])
-    assert second["restored"]["step"] == second["step"] == 20
-    assert second["samples"] == 20 * BATCH
+    step = second["step"]
+    assert step in (20, 30)  # it may take until then to hear of the one of step 20
+    assert second["restored"]["step"] == step
+    assert second["samples"] == step * BATCH
     assert sorted(trained_samples(killed)) == list(range(STEPS * BATCH))
     result = compare(run.final_state, killed.final_state)
     assert result.equal, result.differences
-    checkpoints = [e["step"] for e in killed.named("checkpoint")]
-    assert checkpoints == [10, 20, 30, 40, 50, 60]
+    # The killed rank may have died before it told of the last one, which was restored.
+    checkpoints = {e["step"] for e in killed.named("checkpoint")}
+    assert checkpoints | {step} == {10, 20, 30, 40, 50, 60}
 
 
 @pytest.mark.slow
