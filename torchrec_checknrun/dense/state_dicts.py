@@ -350,8 +350,10 @@ def _as_it_is(optimizer: Any) -> Iterator[None]:
     restored by itself: it would refuse that before the first global step.
     """
     optimizer.post_load_state_dict = lambda: None
-    yield
-    del optimizer.post_load_state_dict
+    try:
+        yield
+    finally:
+        del optimizer.post_load_state_dict
 
 
 @contextmanager
