@@ -1,6 +1,7 @@
 """Keep marks between ``dcp.save`` calls, on a model sharded over a group of one."""
 
 import pickle
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -53,6 +54,26 @@ class TestDirectSaves:
         assert second.tables[WIDE].stored_values == DIM
         self.check(tmp_path / "second", model)
         assert modified(tracked)["wide"] == [1, 2, 5]
+
+    def test_what_a_chain_builds_on_was_deleted(
+        self,
+        model: nn.Module,
+        tracked: TrackedModel,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        for step in range(2):
+            train(model, a=[[step]])
+            self.save(tmp_path / str(step), tracked)
+        shutil.rmtree(tmp_path / "0")
+        train(model, a=[[5]])
+        assert self.save(tmp_path / "2", tracked).kind == "full"
+        assert "2 is a full checkpoint, since" in caplog.text
+        self.check(tmp_path / "2", model)
+        shutil.rmtree(tmp_path / "1")
+        train(model, a=[[6]])
+        assert self.save(tmp_path / "3", tracked).kind == "differential"
+        self.check(tmp_path / "3", model)
 
     def test_a_second_save_into_the_same_directory_loses_nothing(
         self, model: nn.Module, tracked: TrackedModel, tmp_path: Path

@@ -127,7 +127,7 @@ def publish(
     root: Root,
     target: Annotated[str, typer.Argument(help="Folder or URL for followers.", show_default=False)],
     bits: Annotated[
-        int | None, typer.Option(help="8, 4 or 2 bits a value; by default rows as they are.")
+        int | None, typer.Option(help="8, 4 or 2 bits a value; 32, the default, as they are.")
     ] = None,
     keep: Annotated[
         int | None,

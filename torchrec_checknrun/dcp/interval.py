@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from typing import ClassVar
 
-from torchrec_checknrun.errors import CheckpointExists, CheckpointNotFound, CorruptCheckpoint
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointExists,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+)
 from torchrec_checknrun.format.manifest import Link
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.root.chain import Chain, read_manifest
+from torchrec_checknrun.root.chain import Chain, read_manifest, resolve
 from torchrec_checknrun.store.folder import Folder
+
+logger = logging.getLogger(__name__)
 
 
 class DirectInterval:
@@ -31,6 +39,8 @@ class DirectInterval:
 
     def __init__(self) -> None:
         self._parent: tuple[str, Link] | None = None
+        self._chain: list[str] = []
+        """The names of the directories that a restore of the parent reads."""
         self._pending: tuple[Folder, Cut] | None = None
         self._restores = 0
         self.widths: dict[str, int] = {}
@@ -49,6 +59,8 @@ class DirectInterval:
                 manifest = read_manifest(folder.parent, folder.name)
                 interval._parent = (folder.parent.url, manifest.link)
                 widths = Chain((manifest,)).widths
+                chain = interval._chain if manifest.parent else ()
+                interval._chain = [*chain, folder.name]
                 if manifest.kind == "differential":
                     widths = {t: min(bits, interval.widths[t]) for t, bits in widths.items()}
                 interval.widths = widths
@@ -63,7 +75,8 @@ class DirectInterval:
         return interval
 
     def begin(self, path: str | os.PathLike[str]) -> Link | None:
-        """Return the parent for a differential checkpoint at ``path``: the last one, if beside it.
+        """Return the parent for a differential checkpoint at ``path``: the last one, if that is
+        beside it and whole: those who number directories often delete the oldest ones.
 
         Raises:
             CheckpointExists: ``path`` holds a checkpoint, which would be mistaken for this one.
@@ -75,7 +88,19 @@ class DirectInterval:
             )
         if self._parent is None or folder.parent.url != self._parent[0]:
             return None
-        return self._parent[1]
+        link = self._parent[1]
+        if not {*self._chain} <= {*folder.parent.names()}:  # unless a compacted copy stands in
+            try:
+                resolve(folder.parent, link.id)
+            except CheckNRunError as error:
+                logger.warning(
+                    "%s is a full checkpoint, since the last one can't be restored any more: %s. "
+                    "Keep what differential checkpoints build on: `checknrun prune` does",
+                    folder,
+                    error,
+                )
+                return None
+        return link
 
     def pending(self, path: str | os.PathLike[str], cut: Cut) -> None:
         """Keep a cut until the outcome of the save at ``path`` is known."""

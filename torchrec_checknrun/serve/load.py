@@ -28,6 +28,7 @@ from torchrec_checknrun.serve.inference.replica import Replica
 from torchrec_checknrun.serve.inference.row_form import RowForm
 from torchrec_checknrun.serve.inference.tables import ServedTable
 from torchrec_checknrun.tools.links import TableLinks
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 _BLOCK_BYTES = 1 << 18
 """Bytes of numbers that are written between two rests: encoded in less than a millisecond."""
@@ -106,6 +107,23 @@ class Load:
                     f"{name!r} of the model is {own.dtype} {list(own.shape)}, and {saved!r} of "
                     f"{head.id} is {stored.dtype} {list(stored.shape)}: serve the model that is "
                     "trained"
+                )
+        self._check_ties(names, dense)
+
+    def _check_ties(self, names: Names, dense: Mapping[str, torch.Tensor]) -> None:
+        """Refuse names of the model that share memory, and that were saved with values of their own
+        each: TorchRec's sharding unties a table from a layer that is given its weight.
+        """
+        first: dict[int, tuple[str, str]] = {}
+        for name, saved in (*names.tables.items(), *names.dense.items()):
+            address = self._replica.address(name)
+            other, source = first.setdefault(address, (name, saved))
+            if address and source != saved and not _are_same(dense.get(source), dense.get(saved)):
+                raise IncompatibleCheckpoint(
+                    f"{other!r} and {name!r} of the model share memory, and "
+                    f"{self._content.head.id} has values of each, {source!r} and {saved!r}: "
+                    "training has them apart (TorchRec's sharding does that), so untie them in the "
+                    "model that is served"
                 )
 
     def _table(self, name: str, table: ServedTable, saved: str) -> None:
@@ -315,6 +333,13 @@ class Load:
         values[torch.from_numpy(where), columns] = got.to(values.dtype)
         missing[where, columns] = False
         return header.codec.lossy
+
+
+def _are_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Tell whether two dense values are the same, bit for bit; None, a table, is like no other."""
+    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return raw_bytes(one) == raw_bytes(other)
 
 
 def check_size(table: ServedTable, saved: str, shape: TableTotals) -> None:

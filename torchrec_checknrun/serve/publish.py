@@ -89,7 +89,7 @@ def publish(
     Args:
         root: the run's folder or fsspec URL.
         target: that of the publications, for followers; new, or filled by this function.
-        bits: of a value: 8, 4 or 2, as TorchRec quantizes; None: rows as a restore gives them.
+        bits: of a value: 8, 4 or 2, as TorchRec quantizes; None, 32: rows as a restore gives them.
         keep: publications to keep in the target, with what they build on; others are deleted, once
             no follower reads them. None: all.
         every_hours: also keep the first publication of every so many hours, by the checkpoints'
@@ -108,10 +108,9 @@ def publish(
     if keep is None and every_hours is not None:
         raise ValueError("every_hours needs keep, the number of newest publications to keep")
     retention = None if keep is None else Retention(keep, every_hours)
+    bits = None if bits == 32 else bits
     if bits is not None and (type(bits) is not int or bits not in WIDTHS):
-        raise ValueError(
-            f"bits must be one of {WIDTHS}, or None for rows as they are, not {bits!r}"
-        )
+        raise ValueError(f"bits must be one of {WIDTHS}, or 32 for rows as they are, not {bits!r}")
     source, into = Folder.of(root), Folder.of(target)
     head, published = _add(source, into, bits, progress)
     deleted = () if retention is None else tuple(prune(into, retention).verdict.delete)
@@ -176,7 +175,7 @@ def _check_target(
         IncompatibleCheckpoint: names both.
     """
     if held is not None and copies and held.head.bits != bits:
-        own = "as they are" if held.head.bits is None else f"in {held.head.bits} bits"
+        own = f"in {held.head.bits or 32} bits"
         raise IncompatibleCheckpoint(
             f"{into} holds rows {own}: give the same --bits, or publish to another folder"
         )

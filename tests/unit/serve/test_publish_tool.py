@@ -176,6 +176,15 @@ def test_targets_that_are_refused(roots: tuple[Path, Path], tmp_path: Path) -> N
         each.saver.close()
 
 
+def test_rows_as_they_are_have_32_bits(roots: tuple[Path, Path]) -> None:
+    job = trained(roots[0], saves=1)
+    publish(roots[0], roots[1], bits=32)
+    assert publish(roots[0], roots[1]).published == ()
+    with pytest.raises(IncompatibleCheckpoint, match="holds rows in 32 bits: give the same --bits"):
+        publish(roots[0], roots[1], bits=8)
+    job.saver.close()
+
+
 def test_the_run_s_own_root_is_no_target(roots: tuple[Path, Path], tmp_path: Path) -> None:
     """Delete no checkpoint of a run whose root, a link to it, or a copy is given as the target."""
     trained(roots[0], policy=Full()).saver.close()

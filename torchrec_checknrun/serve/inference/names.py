@@ -66,7 +66,11 @@ def match_names(
     """
     tables, dense = list(tables), list(dense)
     _check_given(given, {*tables, *dense}, {*saved_tables, *saved_dense})
+    _check_kinds(given, tables, saved_tables)
     chosen = {into: saved for saved, into in given.items()}
+    # As for a restore: what has another name in the model is nothing of its old name there.
+    saved_tables = [saved for saved in saved_tables if saved not in given]
+    saved_dense = [saved for saved in saved_dense if saved not in given]
     by_parts: dict[tuple[str, ...], list[str]] = {}
     for saved in saved_tables:
         by_parts.setdefault(plain(saved), []).append(saved)
@@ -102,6 +106,22 @@ def _check_given(given: Mapping[str, str], model: Collection[str], saved: Collec
             raise IncompatibleCheckpoint(
                 f"map={{{old!r}: {new!r}}}: {where} has no {name!r}, it has "
                 + ", ".join(sorted(all)[:8])
+            )
+
+
+def _check_kinds(
+    given: Mapping[str, str], tables: Collection[str], saved_tables: Collection[str]
+) -> None:
+    """Refuse given names that take a table for another value, or two names into one."""
+    if len({*given.values()}) < len(given):
+        raise IncompatibleCheckpoint(
+            f"map={dict(given)!r} sends two saved names into one of the model"
+        )
+    for old, new in given.items():
+        if (old in saved_tables) != (new in tables):
+            table, other = (old, new) if old in saved_tables else (new, old)
+            raise IncompatibleCheckpoint(
+                f"map={{{old!r}: {new!r}}}: {table!r} is a table, and {other!r} is none"
             )
 
 

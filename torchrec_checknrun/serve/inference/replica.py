@@ -61,7 +61,7 @@ class Replica:
             for path, module in self.model.named_modules()
             if id(module) in kernels or path.rpartition(".")[0].endswith("tbes")
         }
-        found = {}
+        found, again = {}, self.model.state_dict()  # both are held: copies lie apart
         for name, value in self.model.state_dict().items():
             if name.startswith(tuple(inside)):
                 continue
@@ -77,6 +77,12 @@ class Replica:
                 )
             if value.numel() and value.untyped_storage().data_ptr() in own:
                 continue
+            if name not in again or again[name].data_ptr() != value.data_ptr():
+                raise UnsupportedTable(
+                    f"{name!r} in the model's state dict is a copy, made anew at each call (by a "
+                    "hook?): what is written to it would not reach the model. Serve a model whose "
+                    "state dict shows its own tensors"
+                )
             found[name] = value
         return found
 
@@ -94,6 +100,11 @@ class Replica:
                 self.tables[path] = float_table(path, tensor)
             else:
                 self.dense[name] = tensor
+
+    def address(self, name: str) -> int:
+        """Return where the values of a table or dense tensor begin; 0 for those without any."""
+        table = self.tables.get(name)
+        return (self.dense[name] if table is None else table.parts[0].memory).data_ptr()
 
     def another(self) -> Replica:
         """Copy the model; its tables and dense tensors get memory of their own.
