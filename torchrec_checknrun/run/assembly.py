@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from torchrec_checknrun.callers import as_in_training
 from torchrec_checknrun.dense.optimizers import (
     handed_on,
     is_known,
@@ -41,7 +42,6 @@ from torchrec_checknrun.save.background import Background
 from torchrec_checknrun.save.links import REFERENCE_SHARES, too_large
 from torchrec_checknrun.schedule.schedule import Schedule
 from torchrec_checknrun.snapshot.memory import default_budget
-from torchrec_checknrun.threads import as_in_training
 from torchrec_checknrun.tiers.host_copies import make_host_files
 from torchrec_checknrun.tiers.peers import make_peers
 from torchrec_checknrun.values.dense import is_dense

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Never
 
+from torchrec_checknrun.callers import OneCaller, one_at_a_time
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import Patterns
 from torchrec_checknrun.errors import CheckNRunError
@@ -35,7 +36,6 @@ from torchrec_checknrun.save.parent_content import DenseForm
 from torchrec_checknrun.schedule.triggers import Trigger
 from torchrec_checknrun.shards import CHUNK_BYTES
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
-from torchrec_checknrun.threads import OneCaller, one_at_a_time
 
 logger = logging.getLogger(__name__)
 
