@@ -22,7 +22,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
-from torchrec_checknrun.root.chain import files_problem, sizes_of
+from torchrec_checknrun.root.chain import files_problem, parent_among, sizes_of
 from torchrec_checknrun.root.checkpoints import Listing, committed, has_manifest, read_manifest
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
 from torchrec_checknrun.root.deletion import (
@@ -166,13 +166,28 @@ def _plan(
     used |= held_by_followers(root, {manifest.id: manifest.sequence for manifest in found})
     plan = _decide(root, retention, listing, found, known, used, by_person=own is None)
     if not others_live:
-        unknown = sorted(listing.ids.keys() - plan.found.keys())
-        plan.unclear = {name: listing.ids[name] for name in unknown}
+        unknown = listing.ids.keys() - plan.found.keys()
+        needed = {id: by for id, by in _lost_parents(plan).items() if id in unknown}
+        plan.problems += [
+            f"{root}/{id} stays: {by} builds on it, so that it was committed, but it has no usable "
+            f"{MANIFEST_NAME}: put that back from a copy of the root"
+            for id, by in sorted(needed.items())
+        ]
+        plan.unclear = {name: listing.ids[name] for name in sorted(unknown - needed.keys())}
         of_none = find_leftovers(root, plan.unclear.values(), below, plan.problems)
         plan.leftovers = tuple(of_none)
     if plan.verdict.delete:
         _check_readable(root, listing.only(names - known.keys()))
     return plan
+
+
+def _lost_parents(plan: _Plan) -> dict[str, str]:
+    """Return parents that have no manifest any more and no copy in their place, by id, each with a
+    checkpoint that counts, stays, and was built on it.
+    """
+    stays = [m for m in plan.found.values() if m.id not in plan.verdict.delete]
+    orphans = [m for m in stays if m.parent is not None and not parent_among(m, plan.found)]
+    return {m.parent.id: m.id for m in orphans if m.parent is not None}
 
 
 def _decide(

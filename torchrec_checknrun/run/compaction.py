@@ -49,6 +49,7 @@ class CompactionProcess:
         self._root = root
         self._original = original
         self.outcome: Copied | None = None
+        self._ended = threading.Event()
         ours, its = os.pipe()
         try:
             url, timeout = root.url, root.patience.timeout_seconds
@@ -70,6 +71,7 @@ class CompactionProcess:
 
     def end(self) -> None:
         """End the process; what it has not committed yet is a leftover."""
+        self._ended.set()
         self._process.kill()
         self._thread.join(_END_SECONDS)
 
@@ -81,7 +83,10 @@ class CompactionProcess:
             self._process.wait()
             copy = self._read(answer)
         except (CheckNRunError, OSError, ValueError, subprocess.SubprocessError) as error:
-            logger.warning("compacting %s behind training failed: %s", self._original.id, error)
+            if self._ended.is_set():  # no failure, which -9 looks like
+                logger.info("compacting %s behind training was given up", self._original.id)
+            else:
+                logger.warning("compacting %s behind training failed: %s", self._original.id, error)
         finally:
             self.outcome = Copied(self._original.id, copy)
 

@@ -120,6 +120,25 @@ def test_leftovers_of_crashed_saves(root: Folder) -> None:
     assert chain.head.id == fourth.id
 
 
+@pytest.mark.parametrize("keep", [1, 9])
+def test_a_lost_manifest_makes_no_leftover_of_a_needed_checkpoint(root: Folder, keep: int) -> None:
+    root.create()
+    first = write(root, ROWS, part())
+    second = write(root, ROWS, part(5), first)
+    manifest = (root / first.id).read(MANIFEST_NAME)
+    (root / first.id).delete(MANIFEST_NAME)
+    done = prune(root, Retention(keep), below=9)
+    assert done.leftovers == ()
+    assert f"{first.id} stays: {second.id} builds on it" in "\n".join(done.problems)
+    (root / first.id).put(MANIFEST_NAME, manifest)
+    resolve(root, second.id)
+
+    (root / first.id).delete(MANIFEST_NAME)
+    write_full(root, second)
+    assert set(prune(root, Retention(1)).verdict.delete) == {second.id}
+    assert first.id not in root.names()  # nobody needs it any more
+
+
 def test_a_file_of_a_checkpoint_s_name_is_no_leftover(root: Folder) -> None:
     fill(root)
     name = checkpoint_id(2, 7, "00000abc")

@@ -294,13 +294,16 @@ def test_a_process_that_is_killed_is_a_failure(
     assert restored(tmp_path, wanted) == []
 
 
-def test_closing_ends_the_process(tmp_path: Path, job: Job) -> None:
+def test_closing_ends_the_process(
+    tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     with checkpointer(tmp_path, job, compact_after=1) as saver:
         saved(job, saver)
         saved(job, saver)
         process = saver._saver.going_on._process
         assert process is not None
     assert process._process.poll() is not None
+    assert "behind training failed" not in caplog.text  # it was ended, and did not fail
 
 
 def test_a_process_that_cannot_be_started(
