@@ -6,7 +6,7 @@ training once, so fewer restores afford fewer bits (Check-N-Run, section 5.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -298,6 +298,10 @@ class Quantization:
             for pattern, choice in self.tables.items()
         }
         return replace(resolved, tables=overrides)
+
+    def without_tables(self, tables: Collection[str]) -> list[str]:
+        """Return the patterns that match none of a model's tables."""
+        return [p for p in self.tables if not any(fnmatchcase(table, p) for table in tables)]
 
     def for_table(self, table: str, rows: int) -> TableEncoding:
         """Return the encoding of a table, given its name and number of rows."""

@@ -33,7 +33,7 @@ from torchrec_checknrun.options.agreement import agreed
 from torchrec_checknrun.options.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.placements import local_bytes
-from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.recovery.survival import Survival, close_image, make_image
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.run.publisher import Publisher, make_publisher
@@ -169,10 +169,22 @@ class Assembly:
         return results[0]
 
 
+def _warn_of_patterns(options: Options, tracked: TrackedModel, ranks: Ranks) -> None:
+    """Warn of choices for tables that the model doesn't have: other tables may have been meant."""
+    if ranks.rank == 0 and (unused := options.quantization.without_tables(tracked.tables)):
+        logger.warning(
+            "quantization: tables has patterns of no table: %s. The model has %s, where '*users*' "
+            "matches in the midst of a name",
+            listed([*map(repr, unused)]),
+            listed(sorted(tracked.tables)),
+        )
+
+
 def _storable(options: Options, tracked: TrackedModel, ranks: Ranks) -> Options:
     """Have tables stored alone that can't be stored as differences: whose references don't fit into
     some rank's memory, or which only one of several ranks with the same rows writes; a collective.
     """
+    _warn_of_patterns(options, tracked, ranks)
     chosen = options.quantization.resolved(lossy_restores=0)
     if options.quantization.link_method is None:
         return options

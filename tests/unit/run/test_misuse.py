@@ -36,6 +36,16 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint, RootInUse, Unsuppo
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+def test_a_pattern_of_no_table_is_told_of(
+    tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = {"bits": 4, "tables": {"*t0*": 8, "t0": 4, "users": 2}}
+    with caplog.at_level(logging.WARNING), checkpointer(tmp_path, job, quantization=chosen):
+        (line,) = (line for line in caplog.messages if "pattern" in line)
+    assert "'t0', 'users'" in line
+    assert "c.embedding_bags.t0" in line
+
+
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
