@@ -34,7 +34,7 @@ Status = Literal["restorable", "abandoned", "ignored", "undecided", "broken", "u
 - ignored: committed by a writer that had been replaced;
 - undecided: only a damaged claim tells whether it counts;
 - broken: files are missing, or a checkpoint of its chain is;
-- uncommitted: without a manifest.
+- uncommitted: without a manifest, and no checkpoint builds on it.
 """
 
 
@@ -156,6 +156,15 @@ def _read(root: Folder, ids: Sequence[str]) -> _Content:
         problem = files_problem(content.manifests[id], files)
         if problem is not None:
             content.problems[id] = problem
+    for child in content.manifests.values():
+        parent = child.parent
+        if parent is None or parent_among(child, content.manifests) is not None:
+            continue
+        if parent.id in content.files.keys() - content.problems.keys():
+            content.problems[parent.id] = (
+                f"{MANIFEST_NAME} is missing, but {child.id} builds on it: put that file back from "
+                "a copy of the root"
+            )
     return content
 
 

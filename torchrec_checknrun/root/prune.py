@@ -173,7 +173,10 @@ def _plan(
             f"{MANIFEST_NAME}: put that back from a copy of the root"
             for id, by in sorted(needed.items())
         ]
-        plan.unclear = {name: listing.ids[name] for name in sorted(unknown - needed.keys())}
+        newest = max((listing.ids[id].sequence for id in needed), default=0)
+        # Any older one may be what the newest of them builds on: its manifest would tell.
+        stay = needed.keys() | {id for id in unknown if listing.ids[id].sequence < newest}
+        plan.unclear = {name: listing.ids[name] for name in sorted(unknown - stay)}
         of_none = find_leftovers(root, plan.unclear.values(), below, plan.problems)
         plan.leftovers = tuple(of_none)
     if plan.verdict.delete:

@@ -99,6 +99,18 @@ class TestLs:
         assert "is not a manifest" in console.run("ls", root).out
         assert console.run("show", root).out.startswith(full.id)  # the newest complete one
 
+    def test_a_needed_checkpoint_without_manifest(self, root: Folder, console: Console) -> None:
+        full, second, third = chain_of_three(root)
+        (root / second.id).delete(MANIFEST_NAME)
+        found = {c["id"]: c for c in console.json("ls", root)["checkpoints"]}
+        assert {id: c["status"] for id, c in found.items()} == {
+            third.id: "broken",
+            second.id: "broken",
+            full.id: "restorable",
+        }
+        assert f"is missing, but {third.id} builds on it: put" in found[second.id]["problem"]
+        assert "put that file back" in found[third.id]["problem"]
+
     @pytest.mark.parametrize("to", ["a checkpoint", "/nonexistent"])
     def test_links_are_refused_one_by_one(self, tmp_path: Path, console: Console, to: str) -> None:
         """Refuse links one by one, and list the checkpoints beside them."""

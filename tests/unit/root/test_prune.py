@@ -139,6 +139,24 @@ def test_a_lost_manifest_makes_no_leftover_of_a_needed_checkpoint(root: Folder, 
     assert first.id not in root.names()  # nobody needs it any more
 
 
+def test_lost_manifests_of_a_whole_chain_delete_none_of_it(root: Folder) -> None:
+    root.create()
+    crashed = leftover(root, 1)
+    ids, manifests = [write(root, ROWS, part())], {}
+    ids += [write(root, ROWS, part(5), ids[0])]
+    ids += [write(root, ROWS, part(7), ids[1])]
+    for lost in ids[:2]:
+        manifests[lost.id] = (root / lost.id).read(MANIFEST_NAME)
+        (root / lost.id).delete(MANIFEST_NAME)
+    done = prune(root, Retention(9), below=9)
+    assert done.leftovers == ()
+    assert "put that back" in "\n".join(done.problems)
+    for id, manifest in manifests.items():
+        (root / id).put(MANIFEST_NAME, manifest)
+    assert prune(root, Retention(9), below=9).leftovers == (crashed,)
+    resolve(root, ids[2].id)
+
+
 def test_a_file_of_a_checkpoint_s_name_is_no_leftover(root: Folder) -> None:
     fill(root)
     name = checkpoint_id(2, 7, "00000abc")
