@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 19
 """Bytes of rows that are handled at a time."""
+_FEW_TENSORS = 100
+"""Number of tensors up to which a loop in Python takes less than a call into torch whose code the
+processor's caches have lost meanwhile.
+"""
 Chosen = slice | np.ndarray
 """A choice among rows: a range of positions, or positions, sorted and distinct int64."""
 
@@ -156,7 +160,7 @@ def try_copy_rows(
 
 
 class TensorPlaces:
-    """Tells whether tensors, looked at every step, lie where they did, in one call for all of them.
+    """Tells whether tensors, looked at every step, lie where they did; many of them in one call.
 
     Args:
         tensors: kept, and followed where their Python objects are given other memory.
@@ -166,7 +170,7 @@ class TensorPlaces:
         self._tensors = list(tensors)
         self._native: Any = None
         self._forms: list[tuple[Any, ...]] = []
-        if has_extension():
+        if len(self._tensors) > _FEW_TENSORS and has_extension():
             self._native = torch.classes.checknrun.TensorPlaces(self._tensors)
         else:
             self._forms = [*map(_form, self._tensors)]

@@ -67,8 +67,6 @@ class KernelMemory:
     """
 
     def __init__(self, tbe: Any, weights: list[torch.Tensor]) -> None:
-        self._bases = _bases(tbe)
-        self._addresses = [base.data_ptr() for base in self._bases]
         self.weights = weights
         self.states = _optimizer_states(tbe, weights, ())
         self.tensors = [
@@ -76,6 +74,11 @@ class KernelMemory:
             *(state for of_table in self.states for state in of_table.values()),
         ]
         self.places = [tensor.data_ptr() for tensor in self.tensors]
+        self._bases = _bases(tbe)
+        memory = set(map(_storage, self.tensors))
+        self._holding = [base for base in self._bases if _storage(base) in memory]
+        """Few of dozens, and looked at often."""
+        self._addresses = [base.data_ptr() for base in self._holding]
         self._have_versions = not any(tensor.is_inference() for tensor in self.tensors)
 
     def holds(self, tbe: Any) -> bool:
@@ -87,7 +90,7 @@ class KernelMemory:
         return (
             len(bases) == len(self._bases)
             and all(map(operator.is_, bases, self._bases))
-            and self._addresses == [base.data_ptr() for base in bases]
+            and self._addresses == [base.data_ptr() for base in self._holding]
         )
 
     def versions(self) -> list[int]:
@@ -101,6 +104,10 @@ def _bases(tbe: Any) -> list[Any]:
     """Return the tensors of FBGEMM's module, of which some hold tables and optimizer states."""
     found = chain(tbe._parameters.values(), tbe._buffers.values())
     return [base for base in found if base is not None]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @dataclass
