@@ -111,6 +111,11 @@ def judge(
             keep.setdefault(parent.id, f"{id} needs it")
     # A damaged checkpoint stays while newer than these, or while these are few: it may be fixed.
     last = newest[-1].sequence if len(newest) == retention.keep else None
+    for manifest in history.ordered:
+        newer = last is None or manifest.sequence > last
+        if newer and manifest.id in damaged and manifest.id not in history.points:
+            for parent in _needs(manifest, by_id) or ():
+                keep.setdefault(parent.id, f"{manifest.id}, which may be fixed, needs it")
     return Verdict(keep, _deletable(history, keep, last))
 
 

@@ -12,7 +12,6 @@ from torchrec_checknrun.root.chain import Chain, files_problem, parent_among, si
 from torchrec_checknrun.root.checkpoints import (
     Listing,
     committed,
-    has_manifest,
     highest_sequence,
     read_manifest,
 )
@@ -109,7 +108,9 @@ class RootWriter:
         # Until now nothing has protected the checkpoint from deletion.
         previous = self._lineage.previous
         if previous is not None and not self._is_whole(previous):
-            logger.warning("%s was deleted meanwhile: the next checkpoint is full", previous.id)
+            logger.warning(
+                "%s was deleted or damaged meanwhile: the next checkpoint is full", previous.id
+            )
             self._lineage.force_full()
 
     def _require_newest(self, lease: Lease) -> None:
@@ -221,9 +222,9 @@ class RootWriter:
         if gone is not None:
             self.lost_parent = True
             raise SaveFailed(
-                f"{gone}, which this checkpoint builds on, was deleted from {self._root}, or files "
-                "of it: the next checkpoint is full. Leave deletions to `retention` or `checknrun "
-                "prune`"
+                f"{gone}, which this checkpoint builds on, was deleted from {self._root} or "
+                "damaged, or files of it: the next checkpoint is full. Leave deletions to "
+                "`retention` or `checknrun prune`"
             )
         # In its own directory, which was empty, nobody else has committed: ``put`` would refuse.
         others = (name for name in listing.names if name != proposal.id)
@@ -265,9 +266,15 @@ class RootWriter:
             self._lease.release()
 
     def _is_whole(self, manifest: Manifest) -> bool:
-        sizes = sizes_of(self._root, manifest)
-        there = MANIFEST_NAME in sizes or has_manifest(self._root, manifest.id)
-        return there and files_problem(manifest, sizes) is None
+        """Tell whether a checkpoint of the lineage is there as it was committed: what builds on a
+        manifest that nobody can read can't be restored.
+        """
+        try:
+            there = read_manifest(self._root, manifest.id)
+        except CheckNRunError:
+            return False
+        sound = there.link == manifest.link
+        return sound and files_problem(manifest, sizes_of(self._root, manifest)) is None
 
     def _chain(self, parent: Link | None) -> list[Manifest]:
         """Return what a checkpoint with this parent builds on in the lineage, newest first."""

@@ -15,6 +15,7 @@ from torch import nn
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckNRunError,
+    ClaimDamaged,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
 )
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 256 << 20
 """Rows to hold beside the model, unless the caller says otherwise."""
+_LATER = (CorruptCheckpoint, ChainBroken, ClaimDamaged, ReadersStay)
+"""Errors of a look that a later one may not meet: what is served stays meanwhile."""
 _PLANS = 5
 """Plans of one poll: checkpoints may go while they are read, or be damaged."""
 _ANNOUNCED_BYTES = 16 << 20
@@ -145,8 +148,8 @@ class Follower:
     def poll(self, *, paced: bool = False) -> Version | None:
         """Look at the root, and show its newest state if that is not served yet.
 
-        While a version is served, errors of the storage and damaged checkpoints change nothing:
-        ``version.error`` tells them, and the next poll tries again.
+        While a version is served, errors of the storage, damaged checkpoints and claims change
+        nothing: ``version.error`` tells them, and the next poll tries again.
 
         Args:
             paced: rest as the thread does, see ``share``; otherwise the thread, too, hurries.
@@ -171,7 +174,7 @@ class Follower:
             try:
                 with mode_of(self._copies.replica.model):
                     self._advance()
-            except (CorruptCheckpoint, ChainBroken, ReadersStay, OSError) as error:
+            except (*_LATER, OSError) as error:
                 self._lag.failed(error)
                 if before is None:
                     raise

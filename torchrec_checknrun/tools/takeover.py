@@ -8,7 +8,6 @@ one decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 
 from torchrec_checknrun.errors import (
     CheckNRunError,
@@ -53,7 +52,8 @@ def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None =
             claim since the decision.
         CheckpointNotFound: there is no checkpoint of an id to ignore.
         ClaimDamaged: this process can't read a claim that may be sound; nothing was changed.
-        CorruptCheckpoint: some pins can't be rewritten; everything else is repaired.
+        CorruptCheckpoint: some pins can't be rewritten, or claims not removed; everything else is
+            repaired.
         StorageFailed: the storage refused.
     """
     damage = find_damage(root)
@@ -77,26 +77,41 @@ def repair(root: Folder, ignore: Collection[str] = (), *, expected: int | None =
             return [id for id, counts in will_count.items() if counts and id not in ignore]
 
         _advance(root, claims, counting)
-    claims = read_claims(root, every=True)
-    for name in claims.damaged.keys() - claims.forbidden:
-        with suppress(StorageFailed):  # perhaps a directory, which decides nothing any more
-            (root / FOLDER).delete(name)
+    stay = _rewrite(root, damage.pins)
+    clean_up(root, (root / FOLDER).names())
+    if stay:
+        raise CorruptCheckpoint(
+            f"everything in {root} is repaired but what can't be rewritten or removed: "
+            f"{'; '.join(stay)}. Remove these by hand; pins among them keep their checkpoints: "
+            "`checknrun pin` these again"
+        )
+    return damage
+
+
+def _rewrite(root: Folder, pins: Iterable[str]) -> list[str]:
+    """Remove damaged claims, which decide nothing any more, and rewrite the pins of checkpoints;
+    return what stays, with the reason.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
     stay: list[str] = []
-    for id in damage.pins:
+    claims = read_claims(root, every=True)
+    for name in sorted(claims.damaged.keys() - claims.forbidden):
+        try:
+            (root / FOLDER).delete(name)
+        except StorageUnreachable:
+            raise
+        except StorageFailed as error:  # perhaps a directory
+            stay.append(f"{FOLDER}/{name}: {error}")
+    for id in pins:
         try:
             write_pin(root, id)
         except (CheckNRunError, StorageFailed) as error:
             if isinstance(error, StorageUnreachable):
                 raise
             stay.append(f"{id}/{PINNED}: {error}")
-    clean_up(root, (root / FOLDER).names())
-    if stay:
-        raise CorruptCheckpoint(
-            f"everything in {root} is repaired but pins that can't be rewritten: "
-            f"{'; '.join(stay)}. They keep their checkpoints; remove these files, and "
-            "`checknrun pin` the checkpoints again"
-        )
-    return damage
+    return stay
 
 
 def adopt(root: Folder, ids: Collection[str], *, dry_run: bool = False) -> list[str]:

@@ -200,6 +200,10 @@ def test_damaged_ones_are_no_restorable_points() -> None:
     assert kept(made, Retention(2), damaged={made[3].id}) == [2, 3, 4]
     assert kept(made, Retention(2), damaged={made[1].id}) == [3, 4]
     assert kept(made, Retention(2), damaged={manifest.id for manifest in made}) == [1, 2, 3, 4]
+    # 3 builds on 2 and 1, which a compacted copy of 2 would replace.
+    made = run("Fcc")
+    made.append(compacted(made[1]))
+    assert kept(made, Retention(1), damaged={made[2].id}) == [1, 2, 2, 3]
     chain = run("FcFF")
     assert kept(chain, Retention(3), damaged={chain[0].id}) == [1, 2, 3, 4]
     assert kept(chain, Retention(2), damaged={chain[0].id}) == [3, 4]

@@ -182,6 +182,26 @@ def test_claims_of_links_directories_and_other_epochs(
             file.touch()
 
 
+def test_repair_tells_of_a_directory_that_stays(
+    taken_over: tuple[Folder, list[Manifest]], console: Console
+) -> None:
+    root, (_, _, own) = taken_over
+    file = Path(root.url, FOLDER, "epoch-00000002.json")
+    file.unlink()
+    file.mkdir()
+    age(root, file.name)
+    refused = console.run("repair", root, "--yes")
+    assert refused.code == 2
+    told = " ".join(refused.err.split())
+    assert f"{FOLDER}/{file.name}" in told
+    assert "Remove these by hand" in told
+    chain, _ = newest(root)
+    assert chain is not None
+    assert chain.head.id == own.id
+    file.rmdir()
+    assert "nothing to repair" in console.run("repair", root, "--yes").out
+
+
 def test_only_leftovers_are_a_fresh_start(disk: Folder) -> None:
     """Start fresh after a kill before the first commit, whatever the claim."""
     begun = commit(disk, 1)
