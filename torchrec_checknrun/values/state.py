@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ SHARDED = (ShardedTensor, DTensor)
 TORCH_DTYPES = {name: dtype for name, dtype in DTYPES.items() if not name.startswith("q")}
 """Dtypes of tensors that can be stored, by name."""
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_MOST_BITS = 14284
+"""The most bits of an integer: Python reads no more than 4,300 digits, unless told otherwise."""
 _SHOWN_IN_TREE = frozenset({type(None), bool, int, str})
 """Types of values that the tree shows as they are."""
 _ALIGN = 64
@@ -105,7 +107,7 @@ class _Encoder:
                 "state_dict() return something flatter"
             )
         if kind in _SHOWN_IN_TREE:
-            return {"v": value}
+            return {"v": _readable(value, path) if kind is int else value}
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             return self._tensor(value, path)
         if kind is float:
@@ -113,7 +115,7 @@ class _Encoder:
         if kind is dict or isinstance(value, dict):
             items = [
                 [
-                    k if type(k) is str or type(k) is int else _refuse_key(k, path),
+                    k if type(k) is str else _readable_key(k, path),
                     self.node(v, f"{path}.{k}", depth + 1),
                 ]
                 for k, v in value.items()
@@ -185,8 +187,21 @@ def _ordered(node: Tree, strides: list[int] | None) -> Tree:
     return node if strides is None else {**node, "strides": strides}
 
 
-def _refuse_key(key: object, path: str) -> NoReturn:
-    raise UnsupportedState(f"{path} has the key {key!r}: dict keys must be str or int")
+def _readable_key(key: object, path: str) -> int:
+    """Return an integer that is a key; refuse other keys than text."""
+    if type(key) is not int:
+        raise UnsupportedState(f"{path} has the key {key!r}: dict keys must be str or int")
+    return _readable(key, f"a key of {path}")
+
+
+def _readable(number: int, path: str) -> int:
+    """Return an integer; refuse one that Python would write and not read, or not write."""
+    if number.bit_length() > _MOST_BITS:
+        raise UnsupportedState(
+            f"{path} is an integer of {number.bit_length()} bits; up to {_MOST_BITS}, about 4300 "
+            "digits, can be stored: let state_dict() return its bytes (int.to_bytes)"
+        )
+    return number
 
 
 def are_convertible(saved: torch.dtype, wanted: torch.dtype) -> bool:

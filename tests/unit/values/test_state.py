@@ -281,6 +281,17 @@ def test_what_needs_pickle_is_refused_by_its_key(make: Callable[[], object]) -> 
         encode_state({"files": ["a", {"last": make()}]}, "reader")
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("form", [lambda n: [n], lambda n: {n: 1}, lambda n: {n}])
+def test_integers_that_python_does_not_read_are_refused_by_their_key(
+    form: Callable[[int], object], sign: int
+) -> None:
+    least = 2**14284  # Python reads up to 4,300 digits
+    assert round_trip(form(sign * (least - 1))) == form(sign * (least - 1))
+    with pytest.raises(UnsupportedState, match=r"reader\.seen.*digits.*bytes"):
+        encode_state({"seen": form(sign * least)}, "reader")
+
+
 @pytest.mark.parametrize("key", [(1, 2), 1.5, None, True, b"x", Name("x")])
 def test_other_keys_are_refused(key: object) -> None:
     with pytest.raises(UnsupportedState, match=r"^reader\.files has the key .*must be str or int"):
