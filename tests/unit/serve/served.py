@@ -29,7 +29,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_checknrun import Checkpointer, Consecutive, Follower
+from torchrec_checknrun import Checkpointer, Consecutive, Follower, Version
 
 CPU = torch.device("cpu")
 ROWS = 40
@@ -214,6 +214,18 @@ def kernel_bytes(model: nn.Module) -> list[torch.Tensor]:
         elif module is not None:
             found += [weight.detach().view(torch.uint8) for weight in module.parameters()]
     return found
+
+
+def served(follower: Follower) -> Version:
+    """Poll, and return the version that is served."""
+    version = follower.poll()
+    assert version is not None
+    return version
+
+
+def newest(root: Path) -> Path:
+    """Return the newest directory of a root."""
+    return max(root.glob("seq-*"))
 
 
 def differences(follower: Follower, wanted: nn.Module) -> list[str]:

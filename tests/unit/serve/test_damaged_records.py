@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serve.served import Job, Net, differences, quantized, restored
-from torchrec_checknrun import Follower, Publish, Version
+from tests.unit.serve.served import (
+    Job,
+    Net,
+    differences,
+    newest,
+    quantized,
+    restored,
+    served,
+)
+from torchrec_checknrun import Follower, Publish
 from torchrec_checknrun.errors import ClaimDamaged, SaveFailed
 from torchrec_checknrun.format.names import MANIFEST_NAME
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def served(follower: Follower) -> Version:
-    version = follower.poll()
-    assert version is not None
-    return version
-
-
-def newest(root: Path) -> Path:
-    return max(root.glob("seq-*"))
 
 
 def test_a_damaged_claim_changes_nothing(tmp_path: Path) -> None:

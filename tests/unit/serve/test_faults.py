@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.serve.served import Job, Net, differences, quantized, restored
+from tests.unit.serve.served import (
+    Job,
+    Net,
+    differences,
+    newest,
+    quantized,
+    restored,
+    served,
+)
 from torchrec_checknrun import Follower, Full, OneShot, Retention, Version
 from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.format.names import MANIFEST_NAME
@@ -45,16 +53,6 @@ def follower(root: Path, job: Job) -> Follower:
     follower = Follower(root, quantized(Net(), 8))
     assert follower.poll() is not None
     return follower
-
-
-def served(follower: Follower) -> Version:
-    version = follower.poll()
-    assert version is not None
-    return version
-
-
-def newest(root: Path) -> Path:
-    return max(root.glob("seq-*"))
 
 
 def flip(path: Path, at: int) -> None:
