@@ -146,23 +146,37 @@ def _do(act: Callable[[], Any], done: Future[Any]) -> None:
 _pauses: set[object] = set()
 
 
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Pause garbage collection in all threads; reference counts still free objects.
+def pause_gc() -> Callable[[], None]:
+    """Pause garbage collection in all threads until the returned function is called, by any thread;
+    reference counts still free objects.
 
-    A fork of the process collects at once: it has none of the threads that would end their pauses.
+    Collection goes on once all pauses have ended. A fork of the process collects at once: it has
+    none of the threads that would end their pauses. Where the program has disabled collection, it
+    stays so.
     """
-    if not gc.isenabled():
-        yield
-        return
+    if not (_pauses or gc.isenabled()):
+        return _nothing
     pause = object()
     _pauses.add(pause)
     gc.disable()
+    return partial(_end_pause, pause)
+
+
+def _end_pause(pause: object) -> None:
+    if pause in _pauses:
+        _pauses.discard(pause)
+        if not _pauses:
+            gc.enable()
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection within a block; see ``pause_gc``."""
+    resume = pause_gc()
     try:
         yield
     finally:
-        gc.enable()
-        _pauses.discard(pause)
+        resume()
 
 
 def _end_pauses() -> None:

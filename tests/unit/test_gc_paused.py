@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from torchrec_checknrun.threads import ReadyThread, gc_paused
+from torchrec_checknrun.threads import ReadyThread, gc_paused, pause_gc
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +22,15 @@ def test_gc_is_paused_within_nested_blocks() -> None:
         with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_gc_goes_on_once_the_last_pause_ends() -> None:
+    first, second = pause_gc(), pause_gc()
+    first()
+    first()
+    assert not gc.isenabled()
+    second()
     assert gc.isenabled()
 
 

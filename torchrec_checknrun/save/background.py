@@ -41,7 +41,7 @@ from torchrec_checknrun.snapshot.snapshot import Snapshot
 from torchrec_checknrun.snapshot.staging import COPIER, Staging
 from torchrec_checknrun.store.file_copy import CopyTo
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import ReadyThread
+from torchrec_checknrun.threads import ReadyThread, pause_gc
 from torchrec_checknrun.values.tensor_bytes import RawViews
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -199,7 +199,17 @@ class Background:
         def start() -> None:
             if save.thread is not None:
                 return
-            save.thread = self._thread = self._start(finish)
+            resume = pause_gc()  # collection waits for the thread, lest training wait for it
+
+            def run() -> None:
+                resume()
+                finish()
+
+            try:
+                save.thread = self._thread = self._start(run)
+            except BaseException:
+                resume()
+                raise
 
         try:
             if isinstance(snapshot, Exception):
