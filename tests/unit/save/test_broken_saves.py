@@ -5,6 +5,7 @@ No save may hang or lose a row.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 import time
@@ -151,11 +152,36 @@ def test_no_thread_to_write(tmp_path: Path, job: Job, monkeypatch: pytest.Monkey
             saver.save()
             train(job, saver)
             save_in_time(saver)
+            assert gc.isenabled()
             with pytest.raises(SaveFailed, match="can't start new thread"):
                 saver.wait()
         saver.save()
         wanted = gather(job)
     assert restored(tmp_path, wanted) == []
+
+
+def test_no_collection_before_the_thread_runs(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collect what a cut has left in the background, and not while training waits."""
+    start, go = background.Background._start, threading.Event()
+
+    def late(self: background.Background, run: Callable[[], None]) -> Any:
+        def wait() -> None:
+            go.wait(_PATIENCE_SECONDS)
+            run()
+
+        return start(self, wait)
+
+    monkeypatch.setattr(background.Background, "_start", late)
+    with checkpointer(tmp_path, job) as saver:
+        train(job, saver)
+        assert gc.isenabled()
+        saver.save(wait=False)
+        assert not gc.isenabled()
+        go.set()
+        saver.wait()
+        assert gc.isenabled()
 
 
 BETWEEN: list[tuple[type, str, bool]] = [
