@@ -24,6 +24,16 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)  # nanobind would tell of leaks
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Exempt what a module's tests leave as well, reports and libraries' caches: looks at all
+    objects, as for what follows an optimizer, would take longer with each test.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], WorkerPool]]:
     """Yield ``workers``: ``workers(2).run(function, …)`` runs a function on two ranks."""
