@@ -35,6 +35,10 @@ _DEEPEST = 5
 """Levels of objects, attributes and containers that are searched for schedulers."""
 _MOST_ITEMS = 1000
 """The largest container that is searched for schedulers: larger ones are data."""
+_COUNTER = "last_epoch"
+"""An attribute of each of torch's schedulers. Other dicts that refer to an optimizer are passed
+over: a look at what refers to them takes as long as a garbage collection.
+"""
 _WITHOUT_SCHEDULES = (nn.Module, torch.Tensor, ModuleType, type)
 """Types of values that are not searched for schedulers."""
 
@@ -201,13 +205,17 @@ def unsaved_schedules(states: Iterable[object]) -> set[tuple[str, str]]:
         for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
     ]
     followed = {id(optimizer): type(optimizer).__name__ for optimizer in optimizers}
-    kept = set(map(id, held_schedules(objects)))
+    held = list(held_schedules(objects))
+    kept = set(map(id, held))
+    known = {id(vars(schedule)) for schedule in held}
 
     def others() -> list[Any]:
         # A list of all objects would refer to the tuples that other threads are just making, which
         # Python then refuses to finish ("bad argument to internal function").
         found = gc.get_referrers(*optimizers)
-        found += gc.get_referrers(*(value for value in found if type(value) is dict))
+        dicts = [value for value in found if type(value) is dict and _COUNTER in value]
+        if attributes := [each for each in dicts if id(each) not in known]:
+            found += gc.get_referrers(*attributes)
         return [
             value
             for value in found
@@ -216,7 +224,7 @@ def unsaved_schedules(states: Iterable[object]) -> set[tuple[str, str]]:
             and id(getattr(value, "optimizer", None)) in followed
         ]
 
-    if not others():  # most times; a collection takes longer
+    if not (optimizers and others()):  # most times; a collection takes longer
         return set()
     gc.collect()  # of one that the program has dropped
     lost = others()

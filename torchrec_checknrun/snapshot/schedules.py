@@ -1,9 +1,9 @@
 """Notice learning rate schedulers that no state object is or holds: they begin anew at a restore.
 
-To look for all that follows an optimizer takes a tenth of a second. So it is done when a
-Checkpointer is made and at its first save, and later only where rates have moved that no scheduler
-among the state objects has set: a program may make one after the Checkpointer, or put one in
-another's place.
+To look for all that follows an optimizer takes as long as a garbage collection. So it is done when
+a Checkpointer is made and at its first save, and later only where rates have moved that no
+scheduler among the state objects has set: a program may make one after the Checkpointer, or put one
+in another's place.
 """
 
 from __future__ import annotations
