@@ -44,11 +44,8 @@ from torchrec_checknrun.threads import gc_paused
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
-_MARKS = {
-    Decision.FULL: None,
-    Decision.SINCE_BASELINE: Consumer.BASELINE,
-    Decision.SINCE_LAST: Consumer.LAST,
-}
+_MARKS = {Decision.SINCE_BASELINE: Consumer.BASELINE, Decision.SINCE_LAST: Consumer.LAST}
+"""The marks of the rows that a differential checkpoint holds."""
 
 
 class Saver:
@@ -142,6 +139,8 @@ class Saver:
         """
         self.writer.progressed()
         self._claim.take_early()
+        if self._declared.left_out is not None:
+            self._declared.left_out.begin()
 
     def before_restore(self) -> None:
         """Wait for a running pruning, which doesn't know what is going to be restored; end a
@@ -368,8 +367,9 @@ class Saver:
             try:
                 if self._image is not None:  # first: the cut's marks count until it is committed
                     self._image.cut(proposal.id, proposal.header.parent is None)
+                since = _MARKS.get(proposal.decision)
                 snapshot, cut = take_snapshot(
-                    self._model, self._target.tracked, self._declared, _MARKS[proposal.decision]
+                    self._model, self._target.tracked, self._declared, since
                 )
                 links = self._links.begin(proposal, snapshot, self.proposer.quantization)
             except Exception as error:

@@ -58,6 +58,7 @@ class LeftOut:
         self._first: dict[tuple[int, str], Mark] = {}
         self._copies: dict[tuple[int, str], bytes] = {}
         self._saves = 0
+        self._begun = False
         self._model = model
         self._trained = _trained(model)
         self._schedules: Schedules | None = None
@@ -71,6 +72,17 @@ class LeftOut:
                 if mark[0] is torch.Tensor and mark[3].numel() <= _MOST_VALUES
             }
 
+    def begin(self) -> None:
+        """Look for schedulers that were made since the start; call it at each step, of which only
+        the first takes the time. The first save need not then.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        with self._harmless():
+            if self._schedules is not None:
+                self._schedules.tell()
+
     def look(self, saved: Mapping[str, object]) -> None:
         """Warn, once for each, of values that have moved since the start; call it at each save.
 
@@ -82,6 +94,7 @@ class LeftOut:
         self._saves += 1
         if self._saves & (self._saves - 1):
             return
+        self.begin()  # where the program doesn't call ``step``
         with self._harmless():
             if self._modules:
                 self._look(saved)

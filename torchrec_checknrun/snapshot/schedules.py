@@ -1,7 +1,7 @@
 """Notice learning rate schedulers that no state object is or holds: they begin anew at a restore.
 
 To look for all that follows an optimizer takes as long as a garbage collection. So it is done when
-a Checkpointer is made and at its first save, and later only where rates have moved that no
+a Checkpointer is made and at its first step or save, and later only where rates have moved that no
 scheduler among the state objects has set: a program may make one after the Checkpointer, or put one
 in another's place.
 """
@@ -31,17 +31,29 @@ class Schedules:
         self._states = states
         self._told: set[tuple[str, str]] = set()
         self._rates: dict[int, list[float]] | None = None
-        """As of the last look; None before the first."""
-        self._tell()
+        """As of the last save; None before the first."""
+        self.tell()
+
+    def tell(self) -> None:
+        """Warn, once for each, of schedulers that are not among the state objects."""
+        for schedule, optimizer in sorted(unsaved_schedules(self._states.values()) - self._told):
+            self._told.add((schedule, optimizer))
+            logger.warning(
+                "a learning rate scheduler, a %s, follows the %s, and no state object is or holds "
+                "it: unless another one saves it, a restored run begins the schedule anew, and "
+                'sets other rates. Give it: state={"schedule": scheduler}',
+                schedule,
+                optimizer,
+            )
 
     def look(self) -> None:
-        """Warn of schedulers that are new since the last look, and not among the state objects."""
+        """Warn, at a save, of schedulers that have moved rates since the last look."""
         before, self._rates = self._rates, self._present()
-        if before is not None:
-            moved = [rates for key, rates in self._rates.items() if rates != before.get(key)]
-            if {rate for rates in moved for rate in rates} <= self._set():
-                return
-        self._tell()
+        if before is None:
+            return
+        moved = [rates for key, rates in self._rates.items() if rates != before.get(key)]
+        if not {rate for rates in moved for rate in rates} <= self._set():
+            self.tell()
 
     def _present(self) -> dict[int, list[float]]:
         """Return the rates of the optimizers' groups, by the optimizers' ``id``."""
@@ -55,17 +67,6 @@ class Schedules:
         """Return the rates that schedulers among the state objects have set."""
         held = held_schedules(self._states.values())
         return {rate for each in held for rate in _numbers(getattr(each, "_last_lr", ()))}
-
-    def _tell(self) -> None:
-        for schedule, optimizer in sorted(unsaved_schedules(self._states.values()) - self._told):
-            self._told.add((schedule, optimizer))
-            logger.warning(
-                "a learning rate scheduler, a %s, follows the %s, and no state object is or holds "
-                "it: unless another one saves it, a restored run begins the schedule anew, and "
-                'sets other rates. Give it: state={"schedule": scheduler}',
-                schedule,
-                optimizer,
-            )
 
 
 def _numbers(rates: Iterable[object]) -> Iterator[float]:

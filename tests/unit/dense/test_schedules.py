@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlate
 
 from tests.crash.save_sweep import alone
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.snapshot import schedules
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +100,9 @@ def test_a_schedule_that_is_made_later_is_told_once(
         assert ["a ExponentialLR, follows the SGD" in line for line in lines()] == [True]
 
 
-def test_a_schedule_that_has_moved_no_rate_is_told_at_the_first_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("when", [Checkpointer.step, Checkpointer.save], ids=["step", "save"])
+def test_a_schedule_that_has_moved_no_rate_is_told_at_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: Callable[[Checkpointer], object]
 ) -> None:
     def lines() -> list[str]:
         return [line for line in caplog.messages if "learning rate scheduler" in line]
@@ -113,11 +115,29 @@ def test_a_schedule_that_has_moved_no_rate_is_told_at_the_first_save(
     ):
         assert len(lines()) == 1
         late = ReduceLROnPlateau(optimizer)
-        saver.save()
+        when(saver)
         assert ["StepLR" in line for line in lines()] == [True, False]
         assert "a ReduceLROnPlateau, follows the SGD" in lines()[1]
         saver.save()
         assert len(lines()) == 2, (early, late)
+
+
+def test_the_first_save_need_not_look_where_a_step_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[object] = []
+
+    def look(states: object) -> set[tuple[str, str]]:
+        looks.append(states)
+        return set()
+
+    monkeypatch.setattr(schedules, "unsaved_schedules", look)
+    with Checkpointer(tmp_path, model=nn.Linear(2, 2), state={"mine": sgd()}) as saver:
+        assert len(looks) == 1
+        for _ in range(3):
+            saver.step()
+            saver.save()
+        assert len(looks) == 2
 
 
 def test_tuples_that_other_threads_are_making(told: Callable[..., list[str]]) -> None:
