@@ -329,7 +329,7 @@ def _newest(
     problems = [f"{name}: {error}" for name, error in found.damaged.items() if name not in unusable]
     for error in found.damaged.values():
         claims.decided()
-        if isinstance(error, StorageFailed):
+        if isinstance(error, StorageFailed) and (answers or resumes or not tells_nothing(error)):
             raise error
     for _, name in found.numbered:
         if name in unusable:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.checks import Count, Record, Text, seal, unseal
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.store.folder import Folder
@@ -125,8 +125,12 @@ def held_by_followers(root: Folder, numbers: Mapping[str, int]) -> set[str]:
 
 
 def _read(folder: Folder, name: str) -> Reading | None:
-    """Return a record; None if there is none that can be read."""
+    """Return a record; None if there is none that can be read: it hides no other."""
     try:
         return unseal(folder.read(name, 0, _MOST_BYTES + 1), Reading, _MOST_BYTES)
-    except (FileNotFoundError, ValueError, CorruptCheckpoint):  # the last: no file, but a directory
+    except StorageUnreachable:
+        raise
+    except (OSError, ValueError, CorruptCheckpoint) as error:  # the last: no file, but a directory
+        if not isinstance(error, FileNotFoundError):
+            logger.info("%s/%s holds nothing, since it can't be read: %s", folder, name, error)
         return None
