@@ -304,9 +304,21 @@ def test_what_is_in_place_of_the_root_is_told(
     assert f"{tmp_path}/run-71" in result.out + result.err
 
 
-def test_a_file_in_place_of_the_root(tmp_path: Path, console: Console) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("ls {}", "show {}", "verify {}", "diff {} a b", "cat {} --table t --rows 1"),
+        *("prune {} --keep 1", "compact {}", "export {} out", "export run out", "publish run {}"),
+        *("report {} --out r.png", "pin {} a", "unpin {} a", "unlock {}", "repair {}"),
+    ],
+)
+def test_a_file_in_place_of_the_root(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run").write_text("x")
-    result = console.run("prune", tmp_path / "run", "--keep", 1)
+    result = console.run(*command.format("run").split())
+    assert (result.code, result.out) == (2, "")
     assert f"{tmp_path}/run is a file, where a folder should be" in result.err
 
 
