@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.distributed.states import State, gather
 from tests.unit.run.jobs import checkpointer, make_job, restored, train
 from tests.unit.run.lives import Lives, by_images
 from torchrec_checknrun import Full
-from torchrec_checknrun.errors import StorageFailed, StorageUnreachable
+from torchrec_checknrun.errors import StorageFailed, StorageUnreachable, UnsupportedFormat
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.retention import Retention
@@ -68,6 +69,24 @@ def test_a_process_that_may_not_or_can_not_read_goes_on_from_nothing_older(
             fail(patch, id, file, number)
             with pytest.raises(StorageFailed, match=f"{id}/{file}.*{remedy}"):
                 saver.restore()
+        report = saver.restore()
+    assert report is not None
+    assert report.id == id
+    assert restored(tmp_path, state) == []
+
+
+def test_nothing_older_than_a_newer_release_s_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    """Raise as for what may not be read: that release reads it."""
+    id, state = saved(tmp_path)
+    path = tmp_path / id / MANIFEST_NAME
+    data = path.read_bytes()
+    document = json.loads(data)
+    document["manifest"]["format_version"] = 99
+    path.write_text(json.dumps(document))
+    with checkpointer(tmp_path, make_job(seed=5), retention=Retention(1)) as saver:
+        with pytest.raises(UnsupportedFormat, match=rf"{id}.*version 99.*upgrade"):
+            saver.restore()
+        path.write_bytes(data)
         report = saver.restore()
     assert report is not None
     assert report.id == id
