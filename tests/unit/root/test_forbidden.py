@@ -124,6 +124,20 @@ def test_show_tells_of_newer_ones_that_it_passes_over(
     assert "permission was refused" in asked.err
 
 
+@pytest.mark.parametrize("how", ["forbidden", "damaged"])
+def test_report_tells_what_it_leaves_out(
+    root: Folder, path: Path, console: Console, how: str
+) -> None:
+    first, second = put(root, 1), put(root, 2)
+    if how == "damaged":
+        (path / second.id / MANIFEST_NAME).write_bytes(b"")
+    else:
+        forbid(path / second.id)
+    told = console.run("report", path, "--json")
+    assert [point["id"] for point in told.document["checkpoints"]] == [first.id]
+    assert f"left out: {second.id}: " in told.err
+
+
 @pytest.mark.parametrize("which", ["directory", "pin"])
 def test_a_pin_that_may_not_be_read_is_not_repaired(
     root: Folder, path: Path, console: Console, which: str
