@@ -38,7 +38,7 @@ from torchrec_checknrun.root.deletion import (
     find_leftovers,
     with_parents,
 )
-from torchrec_checknrun.root.followers import held_by_followers
+from torchrec_checknrun.root.followers import delete_silent, held_by_followers
 from torchrec_checknrun.root.retention import (
     PINNED,
     Retention,
@@ -265,6 +265,7 @@ def _carry_out(
     try:
         if plan.verdict.delete:
             delete_priority_saves(root)
+            delete_silent(root, max(plan.found.values(), key=lambda m: m.sequence).id)
         clean_up(root, claims, others=plan.temporary)
     except StorageUnreachable:
         raise
