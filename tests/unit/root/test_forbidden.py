@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.unit.rights import bound, folder_of_bound, forbid
 from tests.unit.small_roots import FILE, ids, put
 from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.format.names import MANIFEST_NAME
+from torchrec_checknrun.root import shared_root
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.followers import FOLDER, Announcement, held_by_followers
 from torchrec_checknrun.root.prune import prune
@@ -122,6 +124,17 @@ def test_show_tells_of_newer_ones_that_it_passes_over(
     asked = console.run("show", path, second.id)
     assert asked.code == 2
     assert "permission was refused" in asked.err
+
+
+def test_a_rank_that_may_not_look_says_so_at_once(root: Folder, path: Path) -> None:
+    """Wait only for what may come: other ranks wait for the answer."""
+    first = put(root, 1)
+    forbid(path / first.id / MANIFEST_NAME)
+    began = time.monotonic()
+    told = shared_root._sees(root / first.id, MANIFEST_NAME)
+    assert isinstance(told, str)
+    assert "permission was refused" in told
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("how", ["forbidden", "damaged"])
