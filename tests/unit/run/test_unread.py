@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,24 @@ def test_an_unread_one_is_passed_over_and_stays(
             saver.save()
     assert f"{id} may be sound: this run deletes nothing of that" in caplog.text
     assert (tmp_path / id / MANIFEST_NAME).exists()
+
+
+def test_a_user_named_one_that_may_not_be_read_stops_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commit beside it, and delete nothing: what it needs is unknown."""
+    id, _ = saved(tmp_path)
+    shutil.copytree(tmp_path / id, tmp_path / "final")
+    job = make_job(seed=5)
+    fail(monkeypatch, "final", MANIFEST_NAME, errno.EACCES)
+    with checkpointer(tmp_path, job, retention=Retention(1), policy=Full()) as saver:
+        with pytest.raises(StorageFailed, match="final"):
+            saver.restore()
+        saver.restore(id)
+        for _ in range(2):
+            train(job, saver)
+            saver.save()
+    assert len(list(tmp_path.glob("seq-*"))) == 5
 
 
 def test_images_are_looked_at_again_once_the_storage_answers(
