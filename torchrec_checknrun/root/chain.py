@@ -223,17 +223,21 @@ def resolve(root: Folder, name: str) -> Chain:
     """
 
     def find(child: Manifest, id: str) -> Manifest:
-        lost = None
+        lost: CheckNRunError | StorageFailed | None = None
         try:
             parent = read_manifest(root, id)
             if incompatibility(child, parent) is None:
                 check_sizes(root, parent)
                 return parent
-        except CheckNRunError as error:
+        except StorageUnreachable:
+            raise
+        except (CheckNRunError, StorageFailed) as error:
             lost = error
         copy = stand_in(child)
         if copy is not None:
             return copy
+        if isinstance(lost, StorageFailed):
+            raise lost
         if lost is not None:
             raise ChainBroken(f"{child.id} needs {id}, which can't be used: {lost}") from lost
         return parent  # refused by walk()
