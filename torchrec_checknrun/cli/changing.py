@@ -282,7 +282,8 @@ def repair(
     if damage.undecided is not None and not damage.claims:
         say(damage.undecided, style="red")
     if not (damage.claims or damage.pins or damage.undecided or ignore):
-        say(f"the claims and pins of {folder} are sound: nothing to repair")
+        what = "all other claims and pins" if damage.forbidden else "the claims and pins"
+        say(f"{what} of {folder} are sound: nothing to repair")
         if damage.hidden:
             say("but no checkpoint counts: see `checknrun ls` and `checknrun adopt`")
         return

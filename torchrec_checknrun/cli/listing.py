@@ -11,6 +11,7 @@ from torchrec_checknrun.cli.output import (
     AsJson,
     MaybeId,
     Root,
+    complain,
     number,
     open_root,
     print_json,
@@ -145,6 +146,8 @@ def _choose(found: Inventory, id: str | None, root: Folder) -> Listed:
         for listed in found.checkpoints:
             if listed.status == "restorable":
                 return listed
+            if listed.problem is not None or listed.status == "ignored":
+                complain(f"passed over: {listed.id}: {listed.problem or 'it does not count'}")
         raise CheckpointNotFound(f"{root} holds no restorable checkpoint: see `checknrun ls`")
     for listed in found.checkpoints:
         if listed.id == id:

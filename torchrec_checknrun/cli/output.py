@@ -63,12 +63,12 @@ def open_root(url: str) -> Folder:
     """Open the root, or the target, that a command was given.
 
     Raises:
-        CheckNRunError: fsspec can't open such a URL here.
+        CheckNRunError: fsspec can't open such a URL here, or it is a file.
     """
     # Retries fit in, see ``Folder``; a training job is more patient.
     patience = min(TIMEOUT_SECONDS, max(_PATIENCE_SECONDS, 1.5 * retry_seconds()))
     try:
-        return Folder(url, patience)
+        folder = Folder(url, patience)
     except ImportError as error:
         extra = "s3" if url.startswith(("s3:", "s3a:")) else None
         remedy = f"pip install 'torchrec_checknrun[{extra}]'" if extra else "install that module"
@@ -77,6 +77,13 @@ def open_root(url: str) -> Folder:
         raise CheckNRunError(
             f"{url} can't be opened: {error}: give a folder or a URL that fsspec knows"
         ) from error
+    # Stores of objects may hold one of that name beside what is in the "folder".
+    if "://" not in folder.url and folder.parent.size(folder.name) is not None:
+        raise CheckNRunError(
+            f"{folder} is a file, where a folder should be: name the folder or URL that was given "
+            "to Checkpointer"
+        )
+    return folder
 
 
 def print_json(document: object) -> None:

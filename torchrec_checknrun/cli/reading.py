@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.root.chain import Chain
     from torchrec_checknrun.store.folder import Folder
     from torchrec_checknrun.tools.diff import Difference
+    from torchrec_checknrun.tools.verify import Verified
 
 _SHOWN = 8
 """Values of a row, or names, unless all are asked for."""
@@ -40,7 +41,7 @@ _MOST_ROWS = 100_000
 
 
 def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
-    """Read and check all bytes of checkpoints and their parents; exit code 1 on any damage."""
+    """Read and check all bytes of checkpoints and their parents; exit code 1 on any problem."""
     from torchrec_checknrun.tools import verify as verification
 
     folder = open_root(root)
@@ -52,10 +53,7 @@ def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"sound": sound, "checkpoints": [asdict(one) for one in found]})
     else:
-        rows = [
-            [one.id, size(one.bytes), str(one.chunks), "damaged" if one.problems else "sound"]
-            for one in found
-        ]
+        rows = [[one.id, size(one.bytes), str(one.chunks), _judgement(one)] for one in found]
         print_table(("id", ">bytes", ">chunks", ""), rows)
         for one in found:
             for problem in one.problems:
@@ -64,6 +62,12 @@ def verify(root: Root, ids: Ids = None, as_json: AsJson = False) -> None:
                 say(f"{one.id}: {reproducible(one.reproducible, one.pls)}")
     if not sound:
         raise typer.Exit(1)
+
+
+def _judgement(one: Verified) -> str:
+    if one.unread:
+        return "can't be read"
+    return "damaged" if one.problems else "sound"
 
 
 def chain_of(root: Folder, id: str | None) -> Chain:

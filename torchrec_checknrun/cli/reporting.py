@@ -21,6 +21,7 @@ from torchrec_checknrun.cli.events import is_checkpoint, no_report, read_events
 from torchrec_checknrun.cli.output import (
     AsJson,
     Root,
+    complain,
     open_root,
     print_json,
     progress,
@@ -101,6 +102,8 @@ def collect(root: Folder, log: Path | None) -> list[Point]:
                 **_of_manifest(listed.manifest, listed.bytes),
                 "stall_seconds": logged.get(listed.id, {}).get("stall_seconds"),
             }
+        elif listed.problem is not None:
+            complain(f"left out: {listed.id}: {listed.problem}")
     if not known:
         raise CheckpointNotFound(f"no committed checkpoint in {root}: nothing to report")
     points: dict[str, Point] = {}

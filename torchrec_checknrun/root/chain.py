@@ -16,6 +16,7 @@ from torchrec_checknrun.errors import (
     CorruptCheckpoint,
     StorageFailed,
     StorageUnreachable,
+    UnsupportedFormat,
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import parse_id, parse_ids
@@ -222,17 +223,21 @@ def resolve(root: Folder, name: str) -> Chain:
     """
 
     def find(child: Manifest, id: str) -> Manifest:
-        lost = None
+        lost: CheckNRunError | StorageFailed | None = None
         try:
             parent = read_manifest(root, id)
             if incompatibility(child, parent) is None:
                 check_sizes(root, parent)
                 return parent
-        except CheckNRunError as error:
+        except StorageUnreachable:
+            raise
+        except (CheckNRunError, StorageFailed) as error:
             lost = error
         copy = stand_in(child)
         if copy is not None:
             return copy
+        if isinstance(lost, StorageFailed):
+            raise lost
         if lost is not None:
             raise ChainBroken(f"{child.id} needs {id}, which can't be used: {lost}") from lost
         return parent  # refused by walk()
@@ -275,8 +280,8 @@ def newest(
     Args:
         unusable: ids to pass over silently.
         answers: raise storage errors instead of passing over what can't be read.
-        resumes: a run goes on from there and abandons newer checkpoints: raise storage errors that
-            don't speak of damage instead of passing over what may be sound.
+        resumes: a run goes on from there and abandons newer checkpoints: raise errors that don't
+            speak of damage instead of passing over what may be sound.
 
     Raises:
         ClaimDamaged: checkpoints were committed, and which of them count can't be told.
@@ -285,6 +290,7 @@ def newest(
         StorageFailed: the root can't be listed, or changes during every look; with ``answers``,
             also if anything in the root can't be read, with ``resumes``, if this process may not
             read something newer.
+        UnsupportedFormat: with ``resumes``, something newer is of a newer release.
     """
     for _ in range(_LOOKS):
         names = root.names()
@@ -329,7 +335,8 @@ def _newest(
     problems = [f"{name}: {error}" for name, error in found.damaged.items() if name not in unusable]
     for error in found.damaged.values():
         claims.decided()
-        if isinstance(error, StorageFailed):
+        unread = isinstance(error, StorageFailed) and (answers or not tells_nothing(error))
+        if unread or (resumes and _may_be_sound(error)):
             raise error
     for _, name in found.numbered:
         if name in unusable:
@@ -343,7 +350,7 @@ def _newest(
         except (CheckNRunError, OSError) as error:
             if isinstance(error, StorageUnreachable) or (answers and isinstance(error, OSError)):
                 raise
-            if resumes and tells_nothing(error):
+            if resumes and _may_be_sound(error):
                 raise
             claims.decided()  # not earlier: without any commit the run starts fresh in any case
             problems.append(f"{name}: {error}")
@@ -358,6 +365,13 @@ def _newest(
             f"count: `checknrun adopt {root} {name}` makes it count"
         )
     return None, problems, absent
+
+
+def _may_be_sound(error: Exception) -> bool:
+    """Return whether an error leaves open whether a checkpoint is sound: this process can't read
+    it, or only a newer release can.
+    """
+    return tells_nothing(error) or isinstance(error, UnsupportedFormat)
 
 
 def _table_sizes(manifest: Manifest) -> dict[str, tuple[int, int]]:

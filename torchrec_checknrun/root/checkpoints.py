@@ -103,6 +103,21 @@ def committed(root: Folder, listing: Listing | None = None) -> list[str]:
     return [name for _, name in found.numbered] + list(found.damaged)
 
 
+def may_be_newer(root: Folder, name: str) -> bool:
+    """Return whether a directory has a manifest; False for one of a user's naming that this process
+    may not look into, which ``find_checkpoints`` passes over.
+
+    Raises:
+        StorageFailed: the storage failed.
+    """
+    try:
+        return has_manifest(root, name)
+    except StorageFailed as error:
+        if error.errno != errno.EACCES or name in parse_ids([name]):
+            raise
+        return False
+
+
 def has_manifest(root: Folder, name: str) -> bool:
     """Return whether a directory of the root contains a file with the name of a manifest.
 
@@ -152,13 +167,13 @@ def find_checkpoints(root: Folder, listing: Listing) -> Found:
     return Found(numbered, damaged, absent)
 
 
-def find_forbidden(root: Folder) -> Iterator[str]:
+def find_forbidden(root: Folder, listing: Listing | None = None) -> Iterator[str]:
     """Yield the directories that can't be looked into although they may be checkpoints of a user's
-    naming: names that begin with a dot, and lost+found, belong to others.
+    naming, each with the error.
     """
-    listing = Listing.of(root.names())
+    listing = Listing.of(root.names()) if listing is None else listing
     for name in listing.names:
-        if name in (FOLDER, "lost+found") or name.startswith(".") or root.is_link(name):
+        if name == FOLDER or _is_of_others(name) or root.is_link(name):
             continue
         if name not in listing.ids:
             try:
@@ -262,21 +277,31 @@ def _problem(root: Folder, name: str, error: CheckNRunError | StorageFailed) -> 
     Raises:
         StorageUnreachable: the storage doesn't answer.
     """
-    if isinstance(error, CheckNRunError):
-        try:
-            return error if _is_checkpoint(root, name, error) else None
-        except StorageFailed as other:  # the manifest can be read, but its directory not listed
-            error = other
     if isinstance(error, StorageUnreachable):
         raise error
+    try:
+        if _is_checkpoint(root, name, error):
+            return error
+    except StorageUnreachable:
+        raise
+    except StorageFailed as other:  # the directory can't be listed
+        error = other if isinstance(error, CheckNRunError) else error
+    if isinstance(error, CheckNRunError):
+        return None
     if error.errno != errno.EACCES:
         return error
-    # Others' directories lie beside checkpoints, such as lost+found.
-    logger.warning("%s/%s is passed over: %s", root, name, error)
+    # Others' directories lie beside checkpoints.
+    if not _is_of_others(name):
+        logger.warning("%s/%s is passed over: %s", root, name, error)
     return None
 
 
-def _is_checkpoint(root: Folder, name: str, error: CheckNRunError) -> bool:
+def _is_of_others(name: str) -> bool:
+    """Return whether a name is known to be no checkpoint's: a hidden one, or the file system's."""
+    return name.startswith(".") or name == "lost+found"
+
+
+def _is_checkpoint(root: Folder, name: str, error: CheckNRunError | StorageFailed) -> bool:
     """Return whether an unreadable manifest is this package's: others use the file name, too."""
     return isinstance(error, UnsupportedFormat) or any(
         _RANK_FILE.fullmatch(file) for file in (root / name).names()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.checks import Count, Record, Text, seal, unseal
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.store.folder import Folder
@@ -74,8 +74,7 @@ class Announcement:
         self._written = time.monotonic()
         content = {"id": self._id, "renewals": self._renewals}
         try:
-            if not self._renewals:
-                self._folder.create()
+            self._folder.create()  # also later: a pruning may have removed it
             self._folder.put(self._name, seal("reading", content))
         except (OSError, CorruptCheckpoint) as error:  # a read-only root: nothing is held
             logger.info("%s can't be told that %s is being read: %s", self._folder, self._id, error)
@@ -124,9 +123,40 @@ def held_by_followers(root: Folder, numbers: Mapping[str, int]) -> set[str]:
     return set([id for id in newest_first if id in fresh][:MOST_HELD])
 
 
+def delete_silent(root: Folder, newest: str) -> None:
+    """Delete the records of followers that were killed: those that a live one would have renewed,
+    or given up, long ago. One that lives after all writes its record again.
+
+    Args:
+        newest: the newest checkpoint, whose time counts as now.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    folder = root / FOLDER
+    try:
+        names = folder.names()
+        now = (root / newest).modified(MANIFEST_NAME) if names else None
+        if now is None:
+            return
+        for name in names:
+            when = folder.modified(name)
+            if when is not None and now - when > MOST_RENEWALS * RENEW_SECONDS:
+                folder.delete(name)
+        folder.remove()  # unless there are others
+    except StorageUnreachable:
+        raise
+    except (OSError, CorruptCheckpoint) as error:
+        logger.info("%s: records of followers that are gone stay: %s", folder, error)
+
+
 def _read(folder: Folder, name: str) -> Reading | None:
-    """Return a record; None if there is none that can be read."""
+    """Return a record; None if there is none that can be read: it hides no other."""
     try:
         return unseal(folder.read(name, 0, _MOST_BYTES + 1), Reading, _MOST_BYTES)
-    except (FileNotFoundError, ValueError, CorruptCheckpoint):  # the last: no file, but a directory
+    except StorageUnreachable:
+        raise
+    except (OSError, ValueError, CorruptCheckpoint) as error:  # the last: no file, but a directory
+        if not isinstance(error, FileNotFoundError):
+            logger.info("%s/%s holds nothing, since it can't be read: %s", folder, name, error)
         return None

@@ -6,6 +6,7 @@ writers.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
@@ -23,7 +24,13 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
 from torchrec_checknrun.root.chain import files_problem, parent_among, sizes_of
-from torchrec_checknrun.root.checkpoints import Listing, committed, has_manifest, read_manifest
+from torchrec_checknrun.root.checkpoints import (
+    Listing,
+    committed,
+    find_forbidden,
+    has_manifest,
+    read_manifest,
+)
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
 from torchrec_checknrun.root.deletion import (
     Deletion,
@@ -31,7 +38,7 @@ from torchrec_checknrun.root.deletion import (
     find_leftovers,
     with_parents,
 )
-from torchrec_checknrun.root.followers import held_by_followers
+from torchrec_checknrun.root.followers import delete_silent, held_by_followers
 from torchrec_checknrun.root.retention import (
     PINNED,
     Retention,
@@ -180,7 +187,7 @@ def _plan(
         of_none = find_leftovers(root, plan.unclear.values(), below, plan.problems)
         plan.leftovers = tuple(of_none)
     if plan.verdict.delete:
-        _check_readable(root, listing.only(names - known.keys()))
+        _check_readable(root, listing.only(names - known.keys()), by_person=own is None)
     return plan
 
 
@@ -258,6 +265,7 @@ def _carry_out(
     try:
         if plan.verdict.delete:
             delete_priority_saves(root)
+            delete_silent(root, max(plan.found.values(), key=lambda m: m.sequence).id)
         clean_up(root, claims, others=plan.temporary)
     except StorageUnreachable:
         raise
@@ -336,13 +344,24 @@ def _committed_last(claim: Claim, found: Iterable[Manifest]) -> Iterable[str]:
     return [max(own, key=lambda m: m.sequence).id] if own else []
 
 
-def _check_readable(root: Folder, listing: Listing) -> None:
+def _check_readable(root: Folder, listing: Listing, *, by_person: bool) -> None:
     """Refuse to delete anything if a checkpoint that must stay has unknown parents.
+
+    Args:
+        by_person: also refuse where there may be such a checkpoint, of a user's naming. A run's own
+            retention goes on: its checkpoints have names of this package's.
 
     Raises:
         UnsupportedFormat: it is of a newer release.
         CorruptCheckpoint: it is pinned, and its manifest is damaged.
+        StorageFailed: this process may not look into a directory that may be one.
     """
+    for problem in find_forbidden(root, listing) if by_person else ():
+        raise StorageFailed(
+            errno.EACCES,
+            f"nothing is deleted from {root}: a checkpoint that needs it may be in {problem}. Let "
+            "this user read that directory, or move it out of the root",
+        )
     for name in committed(root, listing):
         try:
             read_manifest(root, name)

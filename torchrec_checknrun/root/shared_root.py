@@ -76,8 +76,10 @@ def require_nowhere(root: Folder, ranks: Ranks) -> None:
 
 
 def _sees(folder: Folder, name: str) -> bool | str:
-    """Look for a file until it is there or patience ends; return whether it is, or the error."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    """Look for a file until it is there or patience ends; return whether it is, or the error. The
+    other ranks wait for the answer, and not for longer than the root's time limit.
+    """
+    deadline = time.monotonic() + min(PATIENCE_SECONDS, folder.patience.timeout_seconds / 2)
     while True:
         try:
             folder.read(name, 0, 1)
@@ -86,6 +88,7 @@ def _sees(folder: Folder, name: str) -> bool | str:
             if time.monotonic() > deadline:
                 return False
         except (OSError, CheckNRunError) as error:
-            if time.monotonic() > deadline:
+            refused = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM)
+            if refused or time.monotonic() > deadline:
                 return str(error)
         time.sleep(0.25)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterable, Mapping
 
-from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, RootInUse, SaveFailed
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CorruptCheckpoint,
+    RootInUse,
+    SaveFailed,
+    StorageFailed,
+)
 from torchrec_checknrun.format.manifest import Link, Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, sequence_of
 from torchrec_checknrun.root.chain import Chain, files_problem, parent_among, sizes_of
@@ -304,6 +311,9 @@ class RootWriter:
                     return name
             except CheckNRunError:
                 continue
+            except StorageFailed as error:  # it may be older: restores tell of it
+                if error.errno not in (errno.EACCES, errno.EPERM):
+                    raise
         return None
 
     def _prune(self, last: Manifest) -> Pruned:

@@ -186,7 +186,7 @@ class Checkpointer(WrittenByHand):
                 required.
             RootNotShared: the ranks see different storage under the root's name.
             CorruptCheckpoint, ChainBroken, UnsupportedFormat: neither the checkpoint nor, unless
-                one was named, any older one can be read; the model is unchanged.
+                one was named, any older one can be read, or gone on from; the model is unchanged.
             ClaimDamaged: which of the checkpoints count can't be told; the model is unchanged.
             IncompatibleCheckpoint: the checkpoint doesn't fit the model, which is unchanged.
             StorageUnreachable: the storage didn't answer for a minute; the model is unchanged.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.root.chain import Chain
-from torchrec_checknrun.root.checkpoints import has_manifest
+from torchrec_checknrun.root.checkpoints import may_be_newer
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import FOLDER
 
@@ -94,11 +94,11 @@ class Glance:
         if served is None or names != before:
             return False
         return not any(
-            has_manifest(self._root, name) for name in names if self._may_be_newer(name, served)
+            may_be_newer(self._root, name) for name in names if self._could_be(name, served)
         )
 
     @staticmethod
-    def _may_be_newer(name: str, served: Manifest) -> bool:
+    def _could_be(name: str, served: Manifest) -> bool:
         if name in (served.id, FOLDER) or name.startswith("."):
             return False
         id = parse_id(name)

@@ -25,7 +25,7 @@ from torchrec_checknrun.store.file_copy import NO_COPY, CopyTo, file_copy
 from torchrec_checknrun.store.local import LocalStore
 from torchrec_checknrun.store.new_file import NewFile, require_all
 from torchrec_checknrun.store.retry import masked, retrying, storage_failed
-from torchrec_checknrun.store.urls import opened, parts_of, require_slashes
+from torchrec_checknrun.store.urls import opened, parts_of, require_place
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class Folder:
         patience: bounds all waits for this storage.
 
     Raises:
-        ValueError: the URL lacks a slash, as ``pathlib.Path("s3://bucket")``.
+        ValueError: the URL is empty, or lacks a slash, as ``pathlib.Path("s3://bucket")``.
         StorageFailed: the storage refused an operation or didn't answer; all methods raise it.
         CorruptCheckpoint: on a local disk, a symbolic link is in place of a file or a directory in
             the folder; all methods raise it.
@@ -58,7 +58,7 @@ class Folder:
         self, url: str | os.PathLike[str], timeout_seconds: float = TIMEOUT_SECONDS
     ) -> None:
         self.url = os.fspath(url)
-        require_slashes(self.url)
+        require_place(self.url)
         self.patience = Patience(timeout_seconds)
         try:  # some drivers call the store here
             self._fs, path = self.patience.call(lambda: opened(self.url), f"opening {self}")

@@ -17,13 +17,18 @@ _RELATIVE = re.compile(r"(file|local)://(?!/)")
 _LOST_SLASH = re.compile(r"([a-z][a-z0-9+.-]*):/(?!/)", re.IGNORECASE)
 
 
-def require_slashes(url: str) -> None:
-    """Refuse a URL that would be taken for a path of its own in the working directory, where nobody
-    looks for checkpoints.
+def require_place(url: str) -> None:
+    """Refuse a URL that would be taken for the working directory, or for a path of its own there,
+    where nobody looks for checkpoints.
 
     Raises:
         ValueError: names what was meant.
     """
+    if not url.strip():
+        raise ValueError(
+            f"{url!r} names no folder: give a path or URL, or '.' for the working directory; "
+            "perhaps a variable is not set"
+        )
     if relative := _RELATIVE.match(url):
         raise ValueError(
             f"{url!r} would be a folder in the working directory: give a path, or "

@@ -14,8 +14,9 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
-from torchrec_checknrun.root.retention import pin_problem
+from torchrec_checknrun.root.retention import PINNED, pin_problem
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.store.retry import tells_nothing
 from torchrec_checknrun.writers.claims import FOLDER, claim_epoch, read_claims, require_claim
 
 
@@ -25,7 +26,8 @@ class Damage:
 
     Attributes:
         claims: problems of damaged claims, by path.
-        forbidden: errors for claims that may be sound, but that this process can't read, by path.
+        forbidden: errors for claims and pins that may be sound, but that this process can't read,
+            by path.
         pins: problems of unreadable pins, by checkpoint id.
         undecided: why the checkpoints that count can't be told; None if they can.
         will_count: whether each committed checkpoint counts, by id, newest first; if undecided,
@@ -81,10 +83,11 @@ def find_damage(root: Folder, known: Mapping[str, Manifest] | None = None) -> Da
             doubtful.add(id)
     unread = {f"{FOLDER}/{name}": what for name, what in claims.damaged.items()}
     forbidden = {f"{FOLDER}/{name}" for name in claims.forbidden}
+    pins, unread_pins = _pins(root, manifests)
     return Damage(
         claims={path: what for path, what in unread.items() if path not in forbidden},
-        forbidden={path: what for path, what in unread.items() if path in forbidden},
-        pins=dict(_pins(root, manifests)),
+        forbidden={path: what for path, what in unread.items() if path in forbidden} | unread_pins,
+        pins=pins,
         undecided=undecided,
         will_count=will_count,
         doubtful=frozenset(doubtful),
@@ -107,13 +110,20 @@ def _manifests(
             yield id, None
 
 
-def _pins(root: Folder, ids: Collection[str]) -> Iterator[tuple[str, str]]:
+def _pins(root: Folder, ids: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the problems of damaged pins by checkpoint id, and of unread ones by path."""
+    damaged: dict[str, str] = {}
+    unread: dict[str, str] = {}
     for id in ids:
         try:
             problem = pin_problem(root, id)
         except StorageUnreachable:
             raise
         except (CheckNRunError, StorageFailed) as error:
+            if tells_nothing(error):
+                unread[f"{id}/{PINNED}"] = str(error)
+                continue
             problem = str(error)
         if problem is not None:
-            yield id, problem
+            damaged[id] = problem
+    return damaged, unread

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -257,7 +258,12 @@ def save_in_place(target: Path, save: Callable[[Path], object]) -> None:
     """
     with tempfile.TemporaryDirectory(dir=target, prefix=".checknrun-") as private:
         save(Path(private))
+        (plain := Path(private, ".mode")).touch()  # as the user wants files to be
+        mode = stat.S_IMODE(plain.stat().st_mode)
+        plain.unlink()
         for path in sorted(Path(private).iterdir(), key=lambda path: path.name == _DCP_METADATA):
+            with suppress(OSError):  # some file systems have one mode for all
+                path.chmod(mode)  # safetensors makes files that nobody else may read
             os.replace(path, target / path.name)
 
 

@@ -19,7 +19,12 @@ from torchrec_checknrun.errors import (
     StorageUnreachable,
 )
 from torchrec_checknrun.format.chunk import BlockHeader, decode_block, decode_state_chunk
-from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
+from torchrec_checknrun.format.entries import (
+    CollisionsEntry,
+    RowsEntry,
+    StateEntry,
+    difference_of,
+)
 from torchrec_checknrun.format.losses import portion
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer
@@ -38,6 +43,13 @@ from torchrec_checknrun.root.chain import check_sizes, resolve
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.completeness import (
+    Unread,
+    all_unread,
+    gaps,
+    missing_states,
+    problem_of,
+)
 from torchrec_checknrun.tools.control_records import find_damage
 from torchrec_checknrun.tools.dense import piece_problems
 from torchrec_checknrun.tools.links import digest_problems
@@ -55,6 +67,7 @@ class Verified:
         problems: the damage, each with its file; none if a restore would succeed.
         pls: the portion of samples that partial recoveries have lost, by the manifest.
         reproducible: whether the run could be repeated bit for bit: False after such a recovery.
+        unread: whether the problems tell only that this process can't read it: it may be sound.
     """
 
     id: str
@@ -63,6 +76,7 @@ class Verified:
     problems: tuple[str, ...]
     pls: float = 0.0
     reproducible: bool = True
+    unread: bool = False
 
 
 def verify(
@@ -114,10 +128,13 @@ def verify(
         problems.setdefault(id, []).extend(records.pop(id, ()))
         own = verified.get(id, Verified(id, 0, 0, ()))
         texts = tuple(dict.fromkeys([*problems.get(id, ()), *own.problems]))
-        found.append(replace(own, problems=texts))
+        found.append(replace(own, problems=texts, unread=all_unread(texts)))
     if checkpoints is not None:  # without problems of other checkpoints
         records = {id: texts for id, texts in records.items() if id.startswith(FOLDER)}
-    return [*found, *(Verified(id, 0, 0, tuple(texts)) for id, texts in records.items())]
+    return [
+        *found,
+        *(Verified(id, 0, 0, (*texts,), unread=all_unread(texts)) for id, texts in records.items()),
+    ]
 
 
 def _manifests(
@@ -147,7 +164,7 @@ def _manifests(
         except StorageUnreachable:
             raise
         except (CheckNRunError, StorageFailed) as error:
-            problems[id] = [str(error)]
+            problems[id] = [problem_of(error)]
             with suppress(CheckNRunError, StorageFailed):
                 manifests[id] = read_manifest(root, id)  # its own chunks may still be sound
         else:
@@ -164,12 +181,14 @@ def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, l
     except StorageUnreachable:
         raise
     except (CheckNRunError, StorageFailed) as error:
-        return {FOLDER: [str(error)]}
+        return {FOLDER: [problem_of(error)]}
     repair = (
         f"`checknrun repair {root}` settles what counts, or removes it where it decides nothing"
     )
     found = {path: [f"{what}; {repair}"] for path, what in damage.claims.items()}
-    found |= {path: [what] for path, what in damage.forbidden.items()}
+    for path, what in damage.forbidden.items():
+        owner = path if path.startswith(FOLDER) else path.partition("/")[0]  # of a pin
+        found.setdefault(owner, []).append(Unread(what))
     if damage.undecided is not None and not found:
         found[FOLDER] = [damage.undecided]
     if damage.hidden:
@@ -177,7 +196,7 @@ def _control_records(root: Folder, known: Mapping[str, Manifest]) -> dict[str, l
             f"none of the {len(damage.will_count)} committed checkpoints counts: their writers had "
             f"been replaced when they were committed. `checknrun adopt {root} ID` makes one count"
         ]
-    return {**found, **{id: [problem] for id, problem in damage.pins.items()}}
+    return found | {id: [problem] for id, problem in damage.pins.items()}
 
 
 def _verified(manifest: Manifest, chunks: int, problems: Sequence[str]) -> Verified:
@@ -203,26 +222,33 @@ class _Verification:
         self._kinds: dict[str, dict[str, _Kinds]] = {}
         self._dense: dict[str, dict[object, StoredChunk]] = {}
         """By checkpoint, the chunks that differences of its children may need."""
+        self._causes: dict[str, str] = {}
+        """By checkpoint, why its children don't have these."""
 
     def verify(self, manifest: Manifest) -> Verified:
         """Read and decode a checkpoint's own chunks."""
         problems: list[str] = []
         parent = self._parents.get(manifest.id, "")
+        lost = manifest.parent is not None and parent not in self._dense
         self._kinds[manifest.id] = self._kinds.get(parent, {})
         try:
             check_sizes(self._root, manifest)
             for file in manifest.files:
                 read_footer(self._root / manifest.id, file)
-            bases = self._dense.get(parent, {})
-            chunks = with_bases(manifest, read_indexes(self._root, manifest), bases)
-            self._dense[manifest.id] = dense_chunks(chunks)
+            chunks = read_indexes(self._root, manifest)
+            if not lost:
+                chunks = with_bases(manifest, chunks, self._dense.get(parent, {}))
+                self._dense[manifest.id] = dense_chunks(chunks)
         except StorageUnreachable:
             raise
         except (CheckNRunError, StorageFailed) as error:
-            return _verified(manifest, 0, [str(error)])
-        gaps = list(table_problems(manifest, chunks))
+            self._causes[manifest.id] = problem_of(error)
+            return _verified(manifest, 0, [self._causes[manifest.id]])
+        if lost:
+            problems += self._of_lost_parent(manifest, parent, chunks)
+        of_tables = list(table_problems(manifest, chunks))
         full = (
-            manifest.kind == "full" and not gaps
+            manifest.kind == "full" and not of_tables
         )  # only then is a bit for each row worth its memory
         sound = 0
         # Sorted by table, so that bits of one table are held at a time.
@@ -231,7 +257,7 @@ class _Verification:
             part = list(of_table)
             table = manifest.tables[name].rows if full and name in manifest.tables else None
             held = _Held(part, table)
-            for chunk in part:
+            for chunk in filter(_has_base, part):
                 try:
                     ids = _decode(chunk, read_chunk(self._root, chunk))
                     if ids is not None:
@@ -240,12 +266,25 @@ class _Verification:
                 except StorageUnreachable:
                     raise
                 except (CheckNRunError, StorageFailed) as error:
-                    problems.append(f"{manifest.id}/{chunk.file}, chunk {chunk.number}: {error}")
+                    where = f"{manifest.id}/{chunk.file}, chunk {chunk.number}: "
+                    problems.append(problem_of(error, where))
                 self._step(chunk.entry.length)
         self._step(manifest.stored_bytes - sum(chunk.entry.length for chunk in chunks))
-        problems += [*_gaps(manifest, chunks), *gaps, *piece_problems(chunks)]
-        problems += [*self._other_kinds(manifest, chunks), *_missing_states(manifest, chunks)]
+        problems += [*gaps(manifest, chunks), *of_tables, *piece_problems(chunks)]
+        problems += [*self._other_kinds(manifest, chunks), *missing_states(manifest, chunks)]
         return _verified(manifest, sound, problems)
+
+    def _of_lost_parent(
+        self, manifest: Manifest, parent: str, chunks: Sequence[StoredChunk]
+    ) -> Iterator[str]:
+        """Yield why chunks that are differences can't be restored, unless it is told already: the
+        chain can't be read.
+        """
+        cause = self._causes.get(parent)
+        if cause is not None:
+            self._causes[manifest.id] = cause
+            if not all(map(_has_base, chunks)):
+                yield type(cause)(f"{manifest.id} needs {parent}, which can't be used: {cause}")
 
     def _other_kinds(self, manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
         """Yield rows that don't fit the others of their table: another type or optimizer state.
@@ -329,23 +368,6 @@ class _Held:
             ) from None
 
 
-def _missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
-    """Yield state objects that a manifest lists and no chunk holds."""
-    ranks: dict[str, set[int | None]] = {name: set() for name in manifest.states}
-    for chunk in chunks:
-        entry = chunk.entry
-        if isinstance(entry, StateEntry) and entry.name in ranks:
-            ranks[entry.name].add(entry.rank)
-    for name, of_ranks in ranks.items():
-        if not manifest.states[name]:
-            if None not in of_ranks:
-                yield f"{manifest.id} lacks state {name!r}"
-            continue
-        held = sum(rank is not None and rank < manifest.world_size for rank in of_ranks)
-        if held < manifest.world_size:
-            yield f"{manifest.id} has state {name!r} of {held} of {manifest.world_size} ranks"
-
-
 def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
     """Decode a whole chunk; return the row ids of a chunk of rows, else None."""
     entry, header = chunk.entry, chunk.header
@@ -360,33 +382,11 @@ def _decode(chunk: StoredChunk, payload: memoryview) -> np.ndarray | None:
     return None
 
 
+def _has_base(chunk: StoredChunk) -> bool:
+    """Return whether all is known that a chunk is to be restored with."""
+    return chunk.base is not None or difference_of(chunk.entry) is None
+
+
 def _table_of(chunk: StoredChunk) -> str:
     """Return a chunk's table; an empty string if the chunk holds no rows."""
     return chunk.entry.table if isinstance(chunk.entry, RowsEntry) else ""
-
-
-def _gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
-    """Yield bytes that belong to no chunk, and rows that a manifest lists and no chunk holds."""
-    for file in manifest.files:
-        ends = 0
-        for chunk in chunks:
-            if chunk.file == file.name:
-                if chunk.entry.offset != ends:
-                    yield (
-                        f"{manifest.id}/{file.name}: chunk {chunk.number} begins at "
-                        f"{chunk.entry.offset}, the one before ends at {ends}"
-                    )
-                ends = chunk.entry.offset + chunk.entry.length
-        if ends != file.index_offset:
-            yield f"{manifest.id}/{file.name}: {file.index_offset - ends} bytes are of no chunk"
-    stored = dict.fromkeys(manifest.tables, 0)
-    for chunk in chunks:
-        entry = chunk.entry
-        if isinstance(entry, RowsEntry):
-            first, last = entry.columns
-            stored[entry.table] = stored.get(entry.table, 0) + entry.count * (last - first)
-    for name, values in stored.items():
-        table = manifest.tables.get(name)
-        if table is None or table.stored_values != values:
-            said = None if table is None else table.stored_values
-            yield f"{manifest.id}: {values} values of {name} are stored, the manifest says {said}"

@@ -318,9 +318,10 @@ class Lease:
         """Delete the claims older than the one before this, now that this one has its list. Keep
         later ones: they may have no list yet.
         """
-        older = [epoch for epoch in epochs(self._folder.names()) if epoch < claim.epoch]
-        for epoch in older[:-1]:
-            self._folder.delete(claim_name(epoch))
+        with suppress(StorageFailed):  # they decide nothing, and a user may be forbidden to delete
+            older = [epoch for epoch in epochs(self._folder.names()) if epoch < claim.epoch]
+            for epoch in older[:-1]:
+                self._folder.delete(claim_name(epoch))
 
     def _read_back(self, epoch: int) -> Claim | None:
         """Read a claim just written; a store may show it with a delay."""

@@ -133,12 +133,11 @@ class TestLs:
             assert "is a symbolic link" in found[id]["problem"]
             assert id in found[id]["problem"]
         assert console.run("show", root).out.startswith(third.id)
-        for command in (
-            ["report", root, "--out", tmp_path / "x.html"],
-            ["prune", root, "--keep", 2],
-        ):
-            result = console.run(*command)
-            assert (result.code, result.err) == (0, "")
+        report = console.run("report", root, "--out", tmp_path / "x.html")
+        assert report.code == 0
+        assert [line.split(": ")[2] for line in report.err.splitlines()] == [within, linked]
+        pruned = console.run("prune", root, "--keep", 2)
+        assert (pruned.code, pruned.err) == (0, "")
         assert {linked, within} < set(root.names())
 
     def test_forks_and_late_writers(self, root: Folder, console: Console) -> None:
@@ -304,9 +303,21 @@ def test_what_is_in_place_of_the_root_is_told(
     assert f"{tmp_path}/run-71" in result.out + result.err
 
 
-def test_a_file_in_place_of_the_root(tmp_path: Path, console: Console) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("ls {}", "show {}", "verify {}", "diff {} a b", "cat {} --table t --rows 1"),
+        *("prune {} --keep 1", "compact {}", "export {} out", "export run out", "publish run {}"),
+        *("report {} --out r.png", "pin {} a", "unpin {} a", "unlock {}", "repair {}"),
+    ],
+)
+def test_a_file_in_place_of_the_root(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run").write_text("x")
-    result = console.run("prune", tmp_path / "run", "--keep", 1)
+    result = console.run(*command.format("run").split())
+    assert (result.code, result.out) == (2, "")
     assert f"{tmp_path}/run is a file, where a folder should be" in result.err
 
 

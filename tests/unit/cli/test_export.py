@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -232,6 +233,20 @@ class TestConsole:
         assert "fused, 4 bit" in result.out
         loaded = load_file(tmp_path / "out" / f"{TABLE}.safetensors")
         assert loaded.keys() == {"weight", "exceptions.rows", "exceptions.weight"}
+
+    @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+    @pytest.mark.parametrize("form", ["dcp", "safetensors"])
+    def test_whom_the_user_lets_read_may_read_all(
+        self, root: Folder, console: Console, tmp_path: Path, form: str, mask: int
+    ) -> None:
+        before = os.umask(mask)
+        try:
+            console.json("export", root, tmp_path / "out", "--format", form)
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+        assert len(modes) > 1
+        assert modes == dict.fromkeys(modes, 0o666 & ~mask)
 
     def test_nothing_is_overwritten(self, root: Folder, console: Console, tmp_path: Path) -> None:
         (tmp_path / "mine").touch()

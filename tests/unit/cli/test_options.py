@@ -25,6 +25,16 @@ def test_cat_shows_all_columns(console: Console, monkeypatch: pytest.MonkeyPatch
     assert len(everything.out.split()) == len(some.out.split()) + DIM - 3 - 1
 
 
+@pytest.mark.parametrize(
+    "command", ["ls {}", "verify {}", "prune {} --keep 1", "export run {}", "publish run {}"]
+)
+def test_an_empty_name_is_not_the_working_directory(console: Console, command: str) -> None:
+    """Refuse what a shell makes of a variable that is not set."""
+    result = console.run(*(word.format("") for word in command.split(" ")))
+    assert (result.code, result.out) == (2, "")
+    assert "'' names no folder" in result.err
+
+
 def test_plan_of_nodes_optimizer_bytes_and_read_bandwidth(console: Console) -> None:
     plain = console.json(*PLAN)
     nodes = console.json(*PLAN, "--nodes", 3 * plain["job"]["nodes"])

@@ -110,6 +110,47 @@ def test_a_follower_that_never_ends(
     assert set(prune(root, Retention(keep=1)).verdict.delete) == {old.id}
 
 
+def test_records_of_killed_followers_go(tmp_path: Path) -> None:
+    """Delete with checkpoints what is long silent, whatever it is; never what may be renewed."""
+    root = Folder(tmp_path)
+    first, second, third = (put(root, number) for number in (1, 2, 3))
+    for _ in range(3):
+        Announcement(root, third.id)
+    silent, live, junk = records(tmp_path)
+    junk.write_bytes(b"")
+    hour = MOST_RENEWALS * RENEW_SECONDS
+    for record in (silent, junk):
+        shift(record, -hour - 60)
+    shift(live, -hour + 60)
+    assert prune(root, Retention(keep=3)).verdict.delete == {}
+    assert prune(root, Retention(keep=2), dry_run=True).verdict.delete.keys() == {first.id}
+    assert len(records(tmp_path)) == 3
+    assert prune(root, Retention(keep=2)).verdict.delete.keys() == {first.id}
+    assert records(tmp_path) == [live]
+    shift(live, -120)
+    assert prune(root, Retention(keep=1)).verdict.delete.keys() == {second.id}
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_a_follower_that_hung_announces_itself_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(followers, "time", clock)
+    root = Folder(tmp_path)
+    for number in (1, 2, 3):
+        read = put(root, number)
+    reading = Announcement(root, read.id)
+    shift(records(tmp_path)[0], -MOST_RENEWALS * RENEW_SECONDS - 60)
+    prune(root, Retention(keep=2))
+    assert not (tmp_path / FOLDER).exists()
+    clock.now += RENEW_SECONDS + 1
+    reading.renew()
+    assert len(records(tmp_path)) == 1
+    reading.close()
+    assert records(tmp_path) == []
+
+
 @pytest.mark.parametrize("first", [1, 999_997])
 def test_many_followers_hold_the_newest_few(tmp_path: Path, first: int) -> None:
     """Hold the newest ones also where their numbers get another digit."""

@@ -322,6 +322,12 @@ def test_a_rank_that_cannot_look_says_why(root: Folder, monkeypatch: pytest.Monk
         shared_root.require_shared(root, TwoRanks(timedelta(seconds=5)), "some", MANIFEST_NAME)
 
 
+def test_a_rank_looks_no_longer_than_the_others_wait(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert shared_root._sees(Folder(tmp_path, timeout_seconds=1.0) / "some", MANIFEST_NAME) is False
+    assert 0.4 < time.monotonic() - began < 1.0
+
+
 class Attempt:
     """One fresh start by torchrun."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -9,7 +12,7 @@ from msgspec.structs import replace
 from tests.examples import examples
 from tests.unit.chains import new_root, put_manifest
 from tests.unit.root.test_retention import compacted, make
-from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.errors import CheckNRunError, StorageFailed
 from torchrec_checknrun.format.manifest import (
     DIFFERENCES_VERSION,
     Manifest,
@@ -87,6 +90,32 @@ def test_a_listing_shows_the_copy_that_a_restore_reads() -> None:
     other = root_of([base, copy_of(second, word(99)), third])
     (broken,) = (one for one in inventory(other).checkpoints if one.id == third.id)
     assert (broken.status, broken.chain) == ("broken", ())
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_copy_stands_in_for_a_link_that_can_not_be_read(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    base, second, third = links("Fll")
+    copy = copy_of(second)
+    root = root_of([base, second, copy, third])
+    read = Folder.read
+
+    def fail(folder: Folder, name: str, *part: int) -> bytes:
+        if folder.name in unread:
+            raise StorageFailed(number, "it can't be read")
+        return read(folder, name, *part)
+
+    monkeypatch.setattr(Folder, "read", fail)
+    unread = {second.id}
+    (listed,) = (one for one in inventory(root).checkpoints if one.id == third.id)
+    assert listed.chain == (copy.id, third.id)
+    assert chains(root, [third.id]) == {third.id: (copy.id, third.id)}
+    unread.add(copy.id)
+    with pytest.raises(StorageFailed, match="can't be read"):
+        resolve(root, third.id)
+    unread = {copy.id}
+    assert chains(root, [third.id]) == {third.id: (base.id, second.id, third.id)}
 
 
 def test_pruning_keeps_the_copy_that_a_kept_link_needs() -> None:

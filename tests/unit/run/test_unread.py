@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.distributed.states import State, gather
 from tests.unit.run.jobs import checkpointer, make_job, restored, train
 from tests.unit.run.lives import Lives, by_images
 from torchrec_checknrun import Full
-from torchrec_checknrun.errors import StorageFailed, StorageUnreachable
+from torchrec_checknrun.errors import StorageFailed, StorageUnreachable, UnsupportedFormat
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.retention import Retention
@@ -74,6 +76,24 @@ def test_a_process_that_may_not_or_can_not_read_goes_on_from_nothing_older(
     assert restored(tmp_path, state) == []
 
 
+def test_nothing_older_than_a_newer_release_s_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    """Raise as for what may not be read: that release reads it."""
+    id, state = saved(tmp_path)
+    path = tmp_path / id / MANIFEST_NAME
+    data = path.read_bytes()
+    document = json.loads(data)
+    document["manifest"]["format_version"] = 99
+    path.write_text(json.dumps(document))
+    with checkpointer(tmp_path, make_job(seed=5), retention=Retention(1)) as saver:
+        with pytest.raises(UnsupportedFormat, match=rf"{id}.*version 99.*upgrade"):
+            saver.restore()
+        path.write_bytes(data)
+        report = saver.restore()
+    assert report is not None
+    assert report.id == id
+    assert restored(tmp_path, state) == []
+
+
 def test_an_unread_one_is_passed_over_and_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,6 +111,24 @@ def test_an_unread_one_is_passed_over_and_stays(
             saver.save()
     assert f"{id} may be sound: this run deletes nothing of that" in caplog.text
     assert (tmp_path / id / MANIFEST_NAME).exists()
+
+
+def test_a_user_named_one_that_may_not_be_read_stops_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commit beside it, and delete nothing: what it needs is unknown."""
+    id, _ = saved(tmp_path)
+    shutil.copytree(tmp_path / id, tmp_path / "final")
+    job = make_job(seed=5)
+    fail(monkeypatch, "final", MANIFEST_NAME, errno.EACCES)
+    with checkpointer(tmp_path, job, retention=Retention(1), policy=Full()) as saver:
+        with pytest.raises(StorageFailed, match="final"):
+            saver.restore()
+        saver.restore(id)
+        for _ in range(2):
+            train(job, saver)
+            saver.save()
+    assert len(list(tmp_path.glob("seq-*"))) == 5
 
 
 def test_images_are_looked_at_again_once_the_storage_answers(

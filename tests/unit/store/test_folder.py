@@ -242,6 +242,13 @@ def test_a_url_that_has_lost_a_slash_is_refused(url: Path | str) -> None:
         Folder(url)
 
 
+@pytest.mark.parametrize("url", ["", " ", "\n"])
+def test_a_name_that_is_empty_is_not_the_working_directory(url: str) -> None:
+    """Refuse what an unset variable gives: a command would prune whatever root it is called in."""
+    with pytest.raises(ValueError, match=r"names no folder: .*'\.'"):
+        Folder(url)
+
+
 @pytest.mark.parametrize("url", ["file://tmp/run", "file://localhost/tmp/run", "local://run"])
 def test_a_file_url_with_a_host_is_refused(url: str) -> None:
     """Refuse what would be a folder in the working directory, another one in each."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 
 import pytest
 
-from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.errors import CheckNRunError, StorageFailed
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.lease import FOLDER, Lease, latest_claim
 
@@ -53,3 +54,17 @@ def test_numbers_that_no_claim_would_have_are_passed_over(tmp_path: Path) -> Non
     root = Folder(tmp_path)
     junk(root, "epoch-0000000009.json")
     assert claim(root) == 1
+
+
+def test_who_may_not_delete_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claim a root without the right to delete, as buckets with locked objects give none."""
+
+    def refuse(folder: Folder, name: str) -> None:
+        raise StorageFailed(errno.EACCES, f"deleting {folder}/{name}: permission was refused")
+
+    monkeypatch.setattr(Folder, "delete", refuse)
+    root = Folder(tmp_path)
+    assert [claim(root) for _ in range(4)] == [1, 2, 3, 4]
+    latest = latest_claim(root)
+    assert latest is not None
+    assert latest.epoch == 4
