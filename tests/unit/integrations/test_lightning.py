@@ -36,7 +36,7 @@ def _one_rank() -> Iterator[None]:
         yield
 
 
-class Module(pl.LightningModule):  # type: ignore[name-defined,misc]  # may be absent
+class Module(pl.LightningModule):  # type: ignore[name-defined]  # may be absent
     """A module that averages a bias in its own hook of a batch's end."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Module(pl.LightningModule):  # type: ignore[name-defined,misc]  # may be a
         return optimizer(self.net)[0]
 
 
-class Average(pl.Callback):  # type: ignore[name-defined,misc]  # may be absent
+class Average(pl.Callback):  # type: ignore[name-defined]  # may be absent
     """A callback that averages the same bias, and stops where that has happened often enough."""
 
     def __init__(self, most: int = 1000) -> None:
@@ -81,7 +81,7 @@ class Writes(Average):
         raise NotImplementedError  # Lightning saves nothing here
 
 
-class Data(pl.LightningDataModule):  # type: ignore[name-defined,misc]  # may be absent
+class Data(pl.LightningDataModule):  # type: ignore[name-defined]  # may be absent
     """Data with a state of its own."""
 
     def state_dict(self) -> dict[str, Any]:
