@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.tree import all_nodes, attributes, inner_optimizers
 from torchrec_checknrun.ranks import listed
+from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
 from torchrec_checknrun.snapshot.schedules import Schedules
 from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
@@ -63,6 +64,7 @@ class LeftOut:
         self._model = model
         self._states, self._trained = states, _trained(model)
         self._told: set[str] = set()
+        self._reads_ahead = False
         self._schedules: Schedules | None = None
         with self._harmless():
             self._schedules = Schedules(states)
@@ -90,6 +92,7 @@ class LeftOut:
                 self._look(saved)
             self._look_at_parameters()
             self._look_beside(saved)
+            self._reads_ahead = self._reads_ahead or warn_of_read_ahead(self._states)
             if self._schedules is not None:
                 self._schedules.look()
 
