@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from torchrec_checknrun.dense.tree import all_nodes, attributes, inner_optimizers
+from torchrec_checknrun.dense.tree import Node, all_nodes, attributes, inner_optimizers
 from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
 from torchrec_checknrun.snapshot.schedules import Schedules
@@ -203,33 +203,28 @@ def _stepped_beside(
     modules = (model, *(state for state in states.values() if isinstance(state, nn.Module)))
     given = [parameter for module in modules for parameter in module.parameters()]
     known = {id(parameter) for parameter in given}
-    for name, parameter in _stepped(states):
+    for of, node, place, parameter in _stepped(states):
         if id(parameter) in known or not _is_trained(parameter):
             continue
         known.add(id(parameter))
         if parameter.data_ptr() not in {p.data_ptr() for p in given if is_dense(p)}:
-            yield name, parameter
+            keyed: Any = node.keyed
+            names = {} if keyed is None else {id(p): name for name, p in keyed.params.items()}
+            name = names.get(id(parameter), f"{place}, of shape {[*parameter.shape]},")
+            yield f"{name} of state {of!r} ({type(node.optimizer).__name__})", parameter
 
 
-def _stepped(states: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of optimizers among state objects, or inside of these, each with a name,
-    the innermost optimizer's first.
+def _stepped(states: Mapping[str, object]) -> Iterator[tuple[str, Node, str, torch.Tensor]]:
+    """Yield the parameters of optimizers among state objects, or inside of these, the innermost
+    optimizer's first, each with the state's name, its optimizer, and its place there.
     """
-    nodes = (
-        (name, node)
-        for name, state in states.items()
-        for outer in ([state] if isinstance(state, Optimizer) else _inside(state))
-        for node in all_nodes(outer)
-        if not node.fused
-    )
-    for of, node in nodes:
-        keyed: Any = node.keyed
-        names = {} if keyed is None else {id(p): name for name, p in keyed.params.items()}
-        for at, group in enumerate(node.optimizer.param_groups):
-            for number, parameter in enumerate(group["params"]):
-                place = f"parameter {number} of group {at}, of shape {[*parameter.shape]},"
-                name = names.get(id(parameter), place)
-                yield f"{name} of state {of!r} ({type(node.optimizer).__name__})", parameter
+    for of, state in states.items():
+        for outer in [state] if isinstance(state, Optimizer) else _inside(state):
+            for node in all_nodes(outer):
+                groups = [] if node.fused else node.optimizer.param_groups
+                for at, group in enumerate(groups):
+                    for number, parameter in enumerate(group["params"]):
+                        yield of, node, f"parameter {number} of group {at}", parameter
 
 
 def _inside(state: object) -> list[Optimizer]:
