@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchrec_checknrun.dense.tree import attributes
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.placements import laid_out_as
 from torchrec_checknrun.values.state import Tree, tree_items, tree_values
@@ -308,3 +309,13 @@ def shows_sums(objects: Collection[object]) -> bool:
         for module in modules
         for cls in type(module).__mro__
     )
+
+
+def holds_loader(state: object) -> bool:
+    """Return whether a state object is, or has as an attribute, a loader of torchdata's.
+
+    Asked for its state right after that was loaded, such a loader with worker processes begins its
+    iteration: with the sampler as it is then, before the program has called ``set_epoch``.
+    """
+    kinds = {type(value) for value in (state, *attributes(state).values())}
+    return any(each.__module__.startswith("torchdata.") for kind in kinds for each in kind.__mro__)

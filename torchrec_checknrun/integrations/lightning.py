@@ -8,18 +8,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from torchrec_checknrun.options.arguments import PerRank
 from torchrec_checknrun.run.checkpointer import Checkpointer
 from torchrec_checknrun.schedule.triggers import OnSigterm
 
 try:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
 except ImportError:
     try:
-        from pytorch_lightning import Callback
+        from pytorch_lightning import Callback, LightningDataModule, LightningModule
     except ImportError as error:
         raise ImportError(
             f"torchrec_checknrun.integrations.lightning needs Lightning ({error}): "
@@ -29,17 +31,18 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 
 class CheckNRun(Callback):
     """A callback that restores before the first batch and saves while the Trainer trains.
 
     The model's tables must be sharded (``DistributedModelParallel``) when ``fit`` begins, and the
-    strategy must leave the module as it is (no DDP around it). Optimizers, learning rate schedulers
-    and the Trainer's progress (epoch, batch, step) are saved and restored as well; the position in
-    the data is not: give a reader that knows its place in ``state``, and a length, without which
-    Lightning reads ahead of training.
+    strategy must leave the module as it is (no DDP around it). Optimizers, learning rate
+    schedulers, the Trainer's progress (epoch, batch, step), its other callbacks' states and its
+    precision plugin's are saved and restored as well; the position in the data is not: give a
+    reader that knows its place in ``state``, and a length, without which Lightning reads ahead of
+    training. A step ends after ``on_train_batch_end`` of all callbacks and of the module.
 
     Args:
         root: as of ``Checkpointer``.
@@ -72,6 +75,7 @@ class CheckNRun(Callback):
         self._root, self._model, self._state = root, model, dict(state or {})
         self._options = options
         self.checkpointer: Checkpointer | None = None
+        self._hooked: LightningModule | None = None
 
     def states(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """Return the state objects by name; override to add some that exist only now."""
@@ -80,6 +84,8 @@ class CheckNRun(Callback):
             **{f"optimizer_{i}": optimizer for i, optimizer in enumerate(trainer.optimizers)},
             **{f"scheduler_{i}": scheduler for i, scheduler in enumerate(schedulers)},
             "progress": _Progress(trainer),
+            "callbacks": PerRank(_Callbacks(trainer, self), merge=_first, lost="copy"),
+            "precision": PerRank(trainer.precision_plugin, merge=_first, lost="copy"),
             **self._state,
         }
 
@@ -91,6 +97,8 @@ class CheckNRun(Callback):
         )
         if self.checkpointer.restore() is not None:
             _warn_of_plateaus(trainer)
+        _warn_of_hooks(trainer, pl_module)
+        self._end_steps_of(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if Lightning reads ahead of training."""
@@ -105,13 +113,9 @@ class CheckNRun(Callback):
                 ", ".join(map(repr, self._state)),
             )
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Count a step; save if that is due."""
-        assert self.checkpointer is not None
-        self.checkpointer.step()
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the last checkpoint."""
+        self._unhook()
         if self.checkpointer is not None:
             self.checkpointer.close()
             self.checkpointer = None
@@ -120,21 +124,98 @@ class CheckNRun(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Stop without waiting for other ranks, which may never come."""
+        self._unhook()
         if self.checkpointer is not None:
             self.checkpointer.__exit__(type(exception), exception, exception.__traceback__)
             self.checkpointer = None
 
+    def _end_steps_of(self, module: LightningModule) -> None:
+        """Count a step, and save if that is due, after the module's own hook of a batch's end.
+
+        Lightning calls that hook after those of all callbacks. What any of them changes, such as
+        averages of weights, belongs to the step.
+        """
+        hook = module.on_train_batch_end
+
+        @wraps(hook)
+        def end_step(*args: Any, **kwargs: Any) -> None:
+            hook(*args, **kwargs)
+            assert self.checkpointer is not None
+            self.checkpointer.step()
+
+        self._hooked = module
+        vars(module)["on_train_batch_end"] = end_step
+
+    def _unhook(self) -> None:
+        if self._hooked is not None:
+            vars(self._hooked).pop("on_train_batch_end", None)
+            self._hooked = None
+
 
 def _warn_of_plateaus(trainer: Trainer) -> None:
-    """Warn of schedules that Lightning does not step at the end of a resumed epoch."""
+    """Warn of schedules that Lightning does not step for the batch that a run resumes after."""
     for config in trainer.lr_scheduler_configs:
+        name = type(config.scheduler).__name__
         if config.reduce_on_plateau and config.interval == "epoch":
             logger.warning(
                 "Lightning does not step %s at the end of the epoch that a run resumes in, nor "
                 "validates again after a checkpoint of an epoch's last batch: rates may come down "
-                "later than without the stop; use a schedule by steps if they must not",
-                type(config.scheduler).__name__,
+                "later than without the stop; use a schedule that waits for no metric if they must "
+                "not",
+                name,
             )
+        elif config.reduce_on_plateau:
+            logger.warning(
+                "Lightning steps %s after a batch's last hook, and so after the checkpoint: the "
+                "step for the batch that this run resumes after is left out, and rates may come "
+                "down later than without the stop; step it in training_step (manual optimization), "
+                "or use a schedule that waits for no metric, if they must not",
+                name,
+            )
+
+
+def _warn_of_hooks(trainer: Trainer, module: LightningModule) -> None:
+    """Warn of what would be part of Lightning's own checkpoints by hooks, and is not saved here."""
+    parts = [(module, LightningModule), *((callback, Callback) for callback in trainer.callbacks)]
+    found = [
+        f"{type(part).__name__}.on_save_checkpoint"
+        for part, kind in parts
+        if type(part).on_save_checkpoint is not kind.on_save_checkpoint
+    ]
+    data = trainer.datamodule
+    if data is not None and type(data).state_dict is not LightningDataModule.state_dict:
+        found.append(f"{type(data).__name__}.state_dict")
+    if found:
+        logger.warning(
+            "what %s would add to Lightning's checkpoints is not saved here, and begins anew in a "
+            "restored run: give what holds it in state (PerRank, if each rank has its own)",
+            ", ".join(found),
+        )
+
+
+def _first(states: list[Any]) -> Any:
+    """Return rank 0's state for other ranks than those that saved, as Lightning does."""
+    return states[0]
+
+
+class _Callbacks:
+    """The states of a Trainer's callbacks as a Stateful, as in Lightning's own checkpoints."""
+
+    def __init__(self, trainer: Trainer, own: Callback) -> None:
+        self._trainer, self._own = trainer, own
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {
+            callback.state_key: callback.state_dict()
+            for callback in self._trainer.callbacks
+            if callback is not self._own
+        }
+        return {key: state for key, state in states.items() if state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for callback in self._trainer.callbacks:
+            if callback.state_key in state:
+                callback.load_state_dict(state[callback.state_key])
 
 
 class _Progress:

@@ -5,22 +5,28 @@ Needs TorchTNT 0.2.4, which itself needs ``setuptools<81``.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.integrations.rng import RngState
 from torchrec_checknrun.run.checkpointer import Checkpointer
 
 try:
+    from torchtnt.framework.auto_unit import AutoUnit
     from torchtnt.framework.callback import Callback
 except ImportError as error:
     raise ImportError(
         f"torchrec_checknrun.integrations.torchtnt needs TorchTNT ({error}): "
         "pip install 'torchrec_checknrun[torchtnt]'"
     ) from error
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torchtnt.framework.state import State
@@ -31,7 +37,9 @@ class CheckNRun(Callback):
     """A callback that restores before the first batch and saves while ``train`` or ``fit`` trains.
 
     Everything that the unit tracks is saved and restored: optimizers, learning rate schedulers,
-    progress and other Stateful attributes (``app_state()``).
+    progress, modules and other Stateful attributes (``app_state()``). Give it as the last callback:
+    what others behind it do at a step's end comes after the save. An ``AutoUnit`` reads a batch
+    ahead of training, which a warning tells where a reader is saved.
 
     Args:
         root: as of ``Checkpointer``.
@@ -59,19 +67,20 @@ class CheckNRun(Callback):
 
     def states(self, unit: TTrainUnit) -> dict[str, Any]:
         """Return the state objects by name; override to choose others."""
+        model: nn.Module = getattr(unit, self._model)
         own = {
             name: item
             for name, item in unit.app_state().items()
-            if isinstance(item, Stateful) and not isinstance(item, nn.Module)
+            if isinstance(item, Stateful) and not _is_saved_with(item, model)
         }
         return {**own, **self._state}
 
     def on_train_start(self, state: State, unit: TTrainUnit) -> None:
         """Make the Checkpointer and restore."""
         model: nn.Module = getattr(unit, self._model)
-        self.checkpointer = Checkpointer(
-            self._root, model=model, state=self.states(unit), **self._options
-        )
+        states = self.states(unit)
+        self._warn_of_readers(unit)
+        self.checkpointer = Checkpointer(self._root, model=model, state=states, **self._options)
         self.checkpointer.restore()
 
     def on_train_step_end(self, state: State, unit: TTrainUnit) -> None:
@@ -90,3 +99,29 @@ class CheckNRun(Callback):
         if self.checkpointer is not None:
             self.checkpointer.__exit__(type(exc), exc, exc.__traceback__)
             self.checkpointer = None
+
+    def _warn_of_readers(self, unit: TTrainUnit) -> None:
+        """Warn of readers whose place is ahead of training, since the unit reads ahead."""
+        ahead = AutoUnit.get_next_train_batch
+        if not isinstance(unit, AutoUnit) or type(unit).get_next_train_batch is not ahead:
+            return
+        given = {**unit.tracked_misc_statefuls(), **self._state}
+        known = (GradScaler, RngState)
+        if readers := [name for name, state in given.items() if not isinstance(state, known)]:
+            logger.warning(
+                "%s reads a batch ahead of training: a reader or loader among the state objects "
+                "(%s) would skip that batch after each restore. Where one of them is, override "
+                "get_next_train_batch(self, state, data_iter) by return "
+                "self.move_data_to_device(state, next(data_iter), non_blocking=False)",
+                type(unit).__name__,
+                ", ".join(map(repr, readers)),
+            )
+
+
+def _is_saved_with(item: object, model: nn.Module) -> bool:
+    """Return whether a unit's attribute is the model, one of its parts, or around it."""
+    if not isinstance(item, nn.Module):
+        return False
+    return any(item is part for part in model.modules()) or any(
+        model is part for part in item.modules()
+    )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torchrec_checknrun.dense.state_objects import holds_loader
 from torchrec_checknrun.errors import ModelPartlyRestored
 from torchrec_checknrun.format.losses import Loss, merged
 from torchrec_checknrun.format.manifest import Manifest
@@ -244,10 +245,11 @@ class Survival:
         if self._image is not None:
             self._image.unready()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, at_start: bool = False) -> None:
         """Begin images of the model as it is at the end of a step; a collective.
 
-        Put off where gradients wait on any rank, or a checkpoint is on its way.
+        Put off where gradients wait on any rank, or a checkpoint is on its way; and, at the start,
+        where a state object may not be asked before training goes on.
 
         Raises:
             ImagesRefused: they can't be had on some rank.
@@ -265,6 +267,7 @@ class Survival:
                 )
         busy = self._saver.running is not None or self._saver.publishing()
         busy = busy or self._saver.gradients_wait
+        busy = busy or (at_start and any(map(holds_loader, self._options.states.values())))
         facts = self._ranks.gather((busy, image.is_broken))
         if any(is_broken for _, is_broken in facts):
             image.give_up("another rank has none")  # on all ranks, lest some ask again and wait

@@ -60,7 +60,8 @@ def check_state(
         if "x" not in tree or not _fits(current, TORCH_DTYPES.get(tree["dtype"]), tree["shape"]):
             raise IncompatibleCheckpoint(
                 f"{path}: the checkpoint has {found}, the model wants {wanted}: build the model as "
-                "it was when the checkpoint was saved"
+                "it was when the checkpoint was saved; where the first forward pass makes the "
+                "shape (observers), make one before restore()"
             )
 
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from torchrec_checknrun.codecs.quantization import Quantization
+from torchrec_checknrun.dense.state_objects import holds_loader
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.options.options import Options
@@ -160,6 +161,14 @@ class Proposer:
         except Exception:  # a save reports it
             own = True
         return any(self._ranks.gather(own))
+
+    def look_after_restore(self) -> Fingerprint | None:
+        """Return the fingerprint of what was restored; None where a state object may not be asked
+        before training goes on: the next save is one of its own then.
+        """
+        if any(map(holds_loader, self._declared.states.values())):
+            return None
+        return self.look_at_states()
 
     def look_at_states(self) -> Fingerprint:
         """Return the fingerprint of a checkpoint's content beside table rows, taken now."""

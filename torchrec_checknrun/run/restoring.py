@@ -53,7 +53,7 @@ class Restoring:
         if required is None and checkpoint is None and resume == "never":
             self._require_whole_tables(self._initialize())
             protect_existing(root, self.ranks, self.saver.writer)
-            self.survival.begin(self.steps)
+            self.survival.begin(self.steps, at_start=True)
             return None
         if checkpoint is None and (recovered := self._recover()) is not None:
             return report_recovered(self.saver, recovered, time.perf_counter() - started)
@@ -64,7 +64,7 @@ class Restoring:
             self._require_whole_tables(lost)
         self.partly_restored = None
         self.saver.deferred = False
-        self.survival.begin(self.steps)
+        self.survival.begin(self.steps, at_start=True)
         if found is None:
             self.saver.writer.restored(None, forks=False)
             start_fresh(

@@ -173,7 +173,7 @@ class Saver:
         self.proposer.fingerprint = None
         if not partly:
             with suppress(Exception):  # the next save reports it
-                self.proposer.fingerprint = self.proposer.look_at_states()
+                self.proposer.fingerprint = self.proposer.look_after_restore()
 
     def recovered(
         self,

@@ -1,8 +1,8 @@
 """Notice values that modules count and keep outside of their state dicts: no checkpoint holds them.
 
 A step counter in a plain attribute, a window of losses, a buffer with ``persistent=False`` that is
-written to, parameters that are frozen or thawed: a restored run begins with what the program makes
-of these.
+written to, parameters that are frozen or thawed, parameters beside the model that an optimizer
+steps: a restored run begins with what the program makes of these.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.optim import Optimizer
 
-from torchrec_checknrun.dense.tree import attributes
+from torchrec_checknrun.dense.tree import Node, all_nodes, attributes, inner_optimizers
 from torchrec_checknrun.ranks import listed
+from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
 from torchrec_checknrun.snapshot.schedules import Schedules
 from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
@@ -60,7 +63,9 @@ class LeftOut:
         self._saves = 0
         self._begun = False
         self._model = model
-        self._trained = _trained(model)
+        self._states, self._trained = states, _trained(model)
+        self._told: set[str] = set()
+        self._reads_ahead = False
         self._schedules: Schedules | None = None
         with self._harmless():
             self._schedules = Schedules(states)
@@ -99,6 +104,8 @@ class LeftOut:
             if self._modules:
                 self._look(saved)
             self._look_at_parameters()
+            self._look_beside(saved)
+            self._reads_ahead = self._reads_ahead or warn_of_read_ahead(self._states)
             if self._schedules is not None:
                 self._schedules.look()
 
@@ -114,6 +121,26 @@ class LeftOut:
                 "restored run trains what the program makes so. Set it by the step, after "
                 "restore() as well",
                 listed(changed),
+            )
+
+    def _look_beside(self, saved: Mapping[str, object]) -> None:
+        """Warn, once for each, of parameters that an optimizer among the state objects steps, and
+        that no state has: of the optimizer's only their state is saved, not their values.
+        """
+        beside = dict(_stepped_beside(self._model, self._states))
+        new = {name: tensor for name, tensor in beside.items() if name not in self._told}
+        if not new:
+            return
+        leaves = [leaf for state in saved.values() for leaf in _all_leaves(state)]
+        lost = [n for n, tensor in new.items() if not any(_shows(leaf, tensor) for leaf in leaves)]
+        self._told |= {*lost}
+        if lost:
+            logger.warning(
+                "an optimizer trains parameters that neither the model nor a state object shows: "
+                "%s. They are not saved, and a restored run begins with what the program makes of "
+                'them. Make them part of the model, model=nn.ModuleDict({"net": …, "beside": …}), '
+                "or give the module that has them: state={…}",
+                listed(lost),
             )
 
     @contextmanager
@@ -178,6 +205,49 @@ class LeftOut:
 
 def _trained(model: nn.Module) -> dict[str, bool]:
     return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
+def _stepped_beside(
+    model: nn.Module, states: Mapping[str, object]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the trained parameters of optimizers among state objects, or inside of these, that no
+    module given has, each once, with a name.
+    """
+    modules = (model, *(state for state in states.values() if isinstance(state, nn.Module)))
+    given = [parameter for module in modules for parameter in module.parameters()]
+    known = {id(parameter) for parameter in given}
+    for of, node, place, parameter in _stepped(states):
+        if id(parameter) in known or not _is_trained(parameter):
+            continue
+        known.add(id(parameter))
+        if parameter.data_ptr() not in {p.data_ptr() for p in given if is_dense(p)}:
+            keyed: Any = node.keyed
+            names = {} if keyed is None else {id(p): name for name, p in keyed.params.items()}
+            name = names.get(id(parameter), f"{place}, of shape {[*parameter.shape]},")
+            yield f"{name} of state {of!r} ({type(node.optimizer).__name__})", parameter
+
+
+def _stepped(states: Mapping[str, object]) -> Iterator[tuple[str, Node, str, torch.Tensor]]:
+    """Yield the parameters of optimizers among state objects, or inside of these, the innermost
+    optimizer's first, each with the state's name, its optimizer, and its place there.
+    """
+    for of, state in states.items():
+        for outer in [state] if isinstance(state, Optimizer) else _inside(state):
+            for node in all_nodes(outer):
+                groups = [] if node.fused else node.optimizer.param_groups
+                for at, group in enumerate(groups):
+                    for number, parameter in enumerate(group["params"]):
+                        yield of, node, f"parameter {number} of group {at}", parameter
+
+
+def _inside(state: object) -> list[Optimizer]:
+    return [inner for _, inner in inner_optimizers(state)]
+
+
+def _is_trained(parameter: Any) -> bool:
+    # A sharded table's parameter, or a part of one, is in the kernel.
+    trained = type(parameter) is nn.Parameter or type(parameter) is torch.Tensor
+    return trained and parameter.requires_grad and parameter.numel() > 0 and is_dense(parameter)
 
 
 def _users_modules(
@@ -256,6 +326,33 @@ def _equals(leaf: object, value: object) -> bool:
             return leaf.data_ptr() == value.data_ptr()
         return type(value) in _NUMBERS and leaf.numel() == 1 and bool(leaf.item() == value)
     return type(leaf) in _NUMBERS and type(value) in _NUMBERS and leaf == value
+
+
+def _all_leaves(value: object) -> Iterator[object]:
+    """Yield the numbers, tensors, arrays and lists in a state."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        yield value
+        for item in value:
+            yield from _all_leaves(item)
+    elif isinstance(value, (torch.Tensor, np.ndarray, float)):
+        yield value
+
+
+def _shows(leaf: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a value of a state is a parameter's, as a tensor or in another form."""
+    if isinstance(leaf, (list, tuple)):
+        if [len(leaf)] != [*parameter.shape[:1]] or not isinstance(leaf[0], (float, list)):
+            return False
+    elif np.shape(leaf) != parameter.shape and not isinstance(leaf, float):
+        return False
+    with suppress(Exception):  # tensors may be of any class, lists of anything
+        values = torch.as_tensor(leaf).detach().cpu()
+        return values.numel() == parameter.numel() and bool(
+            (values.reshape(parameter.shape) == parameter.detach().cpu()).all()
+        )
+    return False
 
 
 def _leaves(value: object, path: tuple[str, ...] = ("",)) -> Iterator[tuple[tuple[str, ...], Any]]:

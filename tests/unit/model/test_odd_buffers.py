@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 from torch.testing._internal.two_tensor import TwoTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests.unit.tracked_model import Model, batch
 from torchrec_checknrun import Checkpointer, Images
-from torchrec_checknrun.errors import ModelPartlyRestored, UnsupportedState
+from torchrec_checknrun.errors import IncompatibleCheckpoint, ModelPartlyRestored, UnsupportedState
 
 pytestmark = [
     pytest.mark.usefixtures("group"),
@@ -131,3 +132,35 @@ def test_a_state_without_memory_of_its_own_is_named(tmp_path: Path) -> None:
         state["exp_avg"] = TwoTensor(state["exp_avg"], state["exp_avg"])
         with pytest.raises(UnsupportedState, match=r"exp_avg is a .*TwoTensor"):
             saver.save()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("images", [False, True])
+def test_observers_come_back_after_a_forward_pass(tmp_path: Path, images: bool) -> None:
+    """Observers of quantization-aware training take their shapes in the first forward pass."""
+
+    def observed(passes: int) -> tuple[Any, Checkpointer]:
+        torch.manual_seed(0)
+        net: Any = Net(torch.zeros(1), True)
+        net.out.qconfig = get_default_qat_qconfig("fbgemm")
+        prepare_qat(net, inplace=True)
+        model = DistributedModelParallel(net, device=torch.device("cpu"), init_data_parallel=False)
+        with torch.no_grad():
+            for _ in range(passes):
+                model(a=[[1]])
+        survive = Images(folder=str(tmp_path)) if images else None
+        return model, Checkpointer(tmp_path / "root", model=model, survive=survive)
+
+    model, saver = observed(1)
+    with saver:
+        saver.restore()
+        model(a=[[2]]).backward()
+        saver.step()
+        saver.save()
+    with observed(0)[1] as refused, pytest.raises(IncompatibleCheckpoint, match="make one before"):
+        refused.restore()
+    found, reader = observed(1)
+    with reader:
+        reader.restore()
+    wanted = dict(model.named_buffers())
+    assert all(torch.equal(buffer, wanted[name]) for name, buffer in found.named_buffers())
