@@ -65,7 +65,6 @@ class LeftOut:
         self._model = model
         self._states, self._trained = states, _trained(model)
         self._told: set[str] = set()
-        self._reads_ahead = False
         self._schedules: Schedules | None = None
         with self._harmless():
             self._schedules = Schedules(states)
@@ -78,8 +77,8 @@ class LeftOut:
             }
 
     def begin(self) -> None:
-        """Look for schedulers that were made since the start; call it at each step, of which only
-        the first takes the time. The first save need not then.
+        """Look for schedulers and pipelines that were made since the start; call it at each step,
+        of which only the first takes the time. The first save need not then.
         """
         if self._begun:
             return
@@ -87,6 +86,7 @@ class LeftOut:
         with self._harmless():
             if self._schedules is not None:
                 self._schedules.tell()
+            warn_of_read_ahead(self._states)
 
     def look(self, saved: Mapping[str, object]) -> None:
         """Warn, once for each, of values that have moved since the start; call it at each save.
@@ -105,7 +105,6 @@ class LeftOut:
                 self._look(saved)
             self._look_at_parameters()
             self._look_beside(saved)
-            self._reads_ahead = self._reads_ahead or warn_of_read_ahead(self._states)
             if self._schedules is not None:
                 self._schedules.look()
 
@@ -216,11 +215,13 @@ def _stepped_beside(
     modules = (model, *(state for state in states.values() if isinstance(state, nn.Module)))
     given = [parameter for module in modules for parameter in module.parameters()]
     known = {id(parameter) for parameter in given}
+    beside: dict[int, tuple[str, Node, str, torch.Tensor]] = {}
     for of, node, place, parameter in _stepped(states):
-        if id(parameter) in known or not _is_trained(parameter):
-            continue
-        known.add(id(parameter))
-        if parameter.data_ptr() not in {p.data_ptr() for p in given if is_dense(p)}:
+        if id(parameter) not in known and _is_trained(parameter):
+            beside.setdefault(id(parameter), (of, node, place, parameter))
+    memory = {p.data_ptr() for p in given if is_dense(p)} if beside else set()
+    for of, node, place, parameter in beside.values():
+        if parameter.data_ptr() not in memory:
             keyed: Any = node.keyed
             names = {} if keyed is None else {id(p): name for name, p in keyed.params.items()}
             name = names.get(id(parameter), f"{place}, of shape {[*parameter.shape]},")

@@ -21,14 +21,14 @@ _LOADERS = "torchdata."
 _PIPELINES = "torchrec.distributed.train_pipeline."
 
 
-def warn_of_read_ahead(states: Mapping[str, object]) -> bool:
+def warn_of_read_ahead(states: Mapping[str, object]) -> None:
     """Warn of torchdata's loaders among state objects where one of TorchRec's pipelines steps an
-    optimizer among them; return whether that was so.
+    optimizer among them.
     """
     loaders = [name for name, state in states.items() if _is_of(type(state), _LOADERS)]
     optimizers = [state for state in states.values() if isinstance(state, Optimizer)]
     if not (loaders and optimizers and (pipelines := _pipelines(optimizers))):
-        return False
+        return
     logger.warning(
         "a %s reads batches ahead of training, and state %s counts what it has handed out: where "
         "the pipeline reads from it, a restored run would skip the batches that were read and not "
@@ -37,7 +37,6 @@ def warn_of_read_ahead(states: Mapping[str, object]) -> bool:
         listed(sorted(pipelines)),
         listed([*map(repr, loaders)]),
     )
-    return True
 
 
 def _pipelines(optimizers: list[Optimizer]) -> set[str]:
