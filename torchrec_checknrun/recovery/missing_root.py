@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import logging
 
-from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, RootInUse
+from torchrec_checknrun.errors import (
+    CheckNRunError,
+    CheckpointNotFound,
+    RootInUse,
+    UnsupportedFormat,
+)
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.chain import Chain, newest
 from torchrec_checknrun.root.checkpoints import committed, describe_empty, has_manifest
@@ -47,7 +52,7 @@ def protect_existing(root: Folder, ranks: Ranks, writer: RootWriter) -> None:
 
     def protect() -> str:
         try:
-            chain, problems = newest(root, resumes=True)
+            chain, problems = _newest(root)
             writer.leave_behind(chain)
         except CheckNRunError as error:
             return f"the checkpoints in {root} can't be read: {error}"
@@ -74,9 +79,17 @@ def protect_unasked(root: Folder, writer: RootWriter) -> str | None:
     """
     if writer.settled:
         return None
-    chain, _ = newest(root, resumes=True)
+    chain, _ = _newest(root)
     writer.leave_behind(chain)
     return None if chain is None else f"nothing was restored: {_abandons(root, chain)}"
+
+
+def _newest(root: Folder) -> tuple[Chain | None, list[str]]:
+    """Return the newest chain that this release can read, and problems of newer ones."""
+    try:
+        return newest(root, resumes=True)
+    except UnsupportedFormat:  # of a newer release; beside it nothing is deleted
+        return newest(root)
 
 
 def _abandons(root: Folder, chain: Chain) -> str:

@@ -76,14 +76,20 @@ def test_a_process_that_may_not_or_can_not_read_goes_on_from_nothing_older(
     assert restored(tmp_path, state) == []
 
 
-def test_nothing_older_than_a_newer_release_s_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
-    """Raise as for what may not be read: that release reads it."""
-    id, state = saved(tmp_path)
-    path = tmp_path / id / MANIFEST_NAME
+def of_a_newer_release(path: Path) -> bytes:
+    """Make a manifest one of a newer release's; return its earlier bytes."""
     data = path.read_bytes()
     document = json.loads(data)
     document["manifest"]["format_version"] = 99
     path.write_text(json.dumps(document))
+    return data
+
+
+def test_nothing_older_than_a_newer_release_s_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    """Raise as for what may not be read: that release reads it."""
+    id, state = saved(tmp_path)
+    path = tmp_path / id / MANIFEST_NAME
+    data = of_a_newer_release(path)
     with checkpointer(tmp_path, make_job(seed=5), retention=Retention(1)) as saver:
         with pytest.raises(UnsupportedFormat, match=rf"{id}.*version 99.*upgrade"):
             saver.restore()
@@ -92,6 +98,24 @@ def test_nothing_older_than_a_newer_release_s_checkpoint_is_gone_on_from(tmp_pat
     assert report is not None
     assert report.id == id
     assert restored(tmp_path, state) == []
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_run_that_restores_nothing_saves_beside_a_newer_release_s_checkpoint(
+    tmp_path: Path, resume: str
+) -> None:
+    """Delete nothing that is there: what that release needs isn't known."""
+    id, _ = saved(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    of_a_newer_release(tmp_path / id / MANIFEST_NAME)
+    job = make_job(seed=5)
+    with checkpointer(tmp_path, job, retention=Retention(1), resume=resume) as saver:
+        if resume == "never":
+            assert saver.restore() is None
+        for _ in range(3):
+            train(job, saver)
+            saver.save()
+    assert {*before} <= {*tmp_path.iterdir()}
 
 
 def test_an_unread_one_is_passed_over_and_stays(
