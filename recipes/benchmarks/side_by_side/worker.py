@@ -87,6 +87,7 @@ class Worker:
         self._level = memory(start=True)
         started = time.perf_counter()
         self._system = case.make(self._job, self._store)
+        self._system.step()  # programs save after a step, of which the first is set-up as well
         self._result: dict[str, Any] = {
             "setup": time.perf_counter() - started,
             "level": self._level,
