@@ -171,13 +171,6 @@ def dtype_of(tensor: torch.Tensor) -> torch.dtype | None:
     return tensor.dtype
 
 
-def local_bytes(tensor: torch.Tensor) -> int:
-    """Count the bytes of a tensor on this rank."""
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return int(local.nbytes)
-
-
 def laid_out_as(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Lay out values in the order in memory that ``empty_like`` of another tensor has.
 

@@ -33,8 +33,8 @@ from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
-from torchrec_checknrun.restore.copied_values import copied, load_copied
 from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.model_loading import copied, load_again, load_copied, loads_more
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.states import Merge, Owners, SavedStates, present_states
 from torchrec_checknrun.root.chain import Chain, newest, resolve
@@ -293,7 +293,7 @@ def hand_back(
     ranks: Ranks,
 ) -> None:
     """Give the state objects their content, the tables' optimizers their progress, and the model
-    the values of which its state dict has copies; all else was written in place. A collective.
+    what it loads by itself (see ``model_loading``); all else was written in place. A collective.
 
     Args:
         live: state dicts by name, restored.
@@ -303,13 +303,18 @@ def hand_back(
     """
     content = live.get(MODEL)
 
-    def find() -> bool:
-        return target.model is not None and bool(copied(target.model, content, target.tracked))
+    def find() -> tuple[bool, bool]:
+        if target.model is None:
+            return False, False
+        return bool(copied(target.model, content, target.tracked)), loads_more(target.model)
 
     def act() -> None:
         if any_copied:
             assert target.model is not None
             load_copied(target.model, content, target.tracked)
+        elif any_more:
+            assert target.model is not None
+            load_again(target.model, target.tracked)
         for name, stateful in target.states.items():
             if name in optimizers:
                 optimizers.load(name, live[name])
@@ -320,7 +325,8 @@ def hand_back(
         target.tracked.acknowledge_writes()  # of data-parallel tables' optimizers, too
 
     try:
-        any_copied = any(ranks.on_all_ranks(find))  # loading may be a collective
+        # Loading may be a collective.
+        any_copied, any_more = map(any, zip(*ranks.on_all_ranks(find), strict=True))
         ranks.on_all_ranks(act)
     except Exception as error:
         refused = f"the model or a state object refused its restored content: {error!r}"

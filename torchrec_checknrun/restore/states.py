@@ -29,8 +29,8 @@ from torchrec_checknrun.model.state_dict import MODEL, StoredTables, write_whole
 from torchrec_checknrun.restore.blocks import SavedBlocks
 from torchrec_checknrun.restore.chunks import ChainContent
 from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
-from torchrec_checknrun.restore.copied_values import require_taken
 from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.model_loading import require_taken
 from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
 from torchrec_checknrun.values.state import Tree, is_sharded, tree_items
 

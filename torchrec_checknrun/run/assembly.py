@@ -26,13 +26,13 @@ from torchrec_checknrun.dense.optimizers import (
     tables_of_others,
     unsaved_hooks,
 )
+from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.dense.state_objects import keeps_all_to_itself, shows_sums
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.tracked import TrackedModel, track
 from torchrec_checknrun.options.agreement import agreed
 from torchrec_checknrun.options.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
 from torchrec_checknrun.options.options import Options
-from torchrec_checknrun.placements import local_bytes
 from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.recovery.survival import Survival, close_image, make_image
 from torchrec_checknrun.restore.restore import Target
@@ -392,9 +392,8 @@ def _table_bytes(tracked: TrackedModel) -> int:
 
 
 def _dense_bytes(model: nn.Module, tracked: TrackedModel) -> int:
-    """Estimate the bytes of everything outside the tables: parameters, two optimizer states each,
-    and buffers.
-    """
+    """Estimate the bytes beside the tables: parameters, two optimizer states each, and buffers."""
     tables = {shard.local.weight.data_ptr() for shard in tracked.shards}
-    parameters = sum(3 * local_bytes(p) for p in model.parameters() if p.data_ptr() not in tables)
-    return parameters + sum(local_bytes(b) for b in model.buffers() if is_dense(b))
+    parts = [t for p in model.parameters() for t in local_tensors(p) if t.data_ptr() not in tables]
+    buffers = [t for b in model.buffers() for t in local_tensors(b) if is_dense(t)]
+    return sum(3 * t.nbytes for t in parts) + sum(t.nbytes for t in buffers)

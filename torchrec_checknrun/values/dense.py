@@ -8,6 +8,7 @@ in places that no checkpoint holds.
 from __future__ import annotations
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -16,11 +17,13 @@ from torchrec_checknrun.errors import UnsupportedState
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's values lie in memory one by one."""
-    return tensor.layout is torch.strided and not (tensor.is_nested or _holds_others(tensor))
+    return tensor.layout is torch.strided and not (_holds_others(tensor) or tensor.is_nested)
 
 
 def _holds_others(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no memory of its own; a DTensor is taken by its local part."""
+    if isinstance(tensor, ShardedTensor):  # may have several local parts
+        return True
     others: bool = is_traceable_wrapper_subclass(tensor)
     return others and not isinstance(tensor, DTensor)
 

@@ -1,4 +1,6 @@
-"""Restore models whose state dict holds copies, or report the values that can't be restored."""
+"""Restore models that load by themselves, since their state dict holds copies, or they compute
+values from what they load; or report the values that can't be restored.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.crash.save_sweep import alone
 from tests.unit.tracked_model import make_model
-from torchrec_checknrun import Checkpointer
+from torchrec_checknrun import Checkpointer, Consecutive
 from torchrec_checknrun.errors import ModelPartlyRestored
-from torchrec_checknrun.restore.copied_values import copied
+from torchrec_checknrun.restore.model_loading import copied
 
 
 class Hooked(nn.Linear):
@@ -119,3 +121,109 @@ def test_sharded_copies_and_none(tmp_path: Path) -> None:
             tracked, inner = saver._target.tracked, saver._saver._model
             assert len(inner.state_dict()) == 3
             assert copied(inner, inner.state_dict(), tracked) == {}
+
+
+class Norm(nn.Linear):
+    """A layer that keeps a value of its weight in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.compute()
+
+    def compute(self, *_: Any) -> None:
+        self.norm = float(self.weight.detach().norm())
+
+
+class ComputesInLoading(Norm):
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.compute()
+
+
+class ComputesFromContent(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self._take)
+
+    def _take(self, _: nn.Module, content: dict[str, torch.Tensor], prefix: str, *__: Any) -> None:
+        self.norm = float(content[f"{prefix}weight"].norm())
+
+
+class ComputesAfterwards(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(self.compute)
+
+
+class LoadsItsOwnWay(Norm):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().load_state_dict(*args, **kwargs)
+        self.compute()
+        return found
+
+
+DERIVING = [ComputesInLoading, ComputesFromContent, ComputesAfterwards]
+
+
+@pytest.mark.parametrize("wrap", [lambda part: part, nn.Sequential], ids=["whole", "part"])
+@pytest.mark.parametrize("kind", DERIVING)
+def test_what_is_computed_from_loaded_values_follows(
+    tmp_path: Path, kind: type[Norm], wrap: Any
+) -> None:
+    part, other = kind(), kind()
+    with torch.no_grad():
+        part.weight.fill_(2.0)
+    saved(tmp_path, wrap(part))
+    with alone(), Checkpointer(str(tmp_path), model=wrap(other)) as saver:
+        saver.restore()
+    assert torch.equal(part.weight, other.weight)
+    assert other.norm == pytest.approx(6.0)
+
+
+def test_a_models_own_loading_is_called_and_a_parts_is_not(tmp_path: Path) -> None:
+    """As PyTorch does: it calls ``load_state_dict`` of the whole model alone."""
+    for wrap, expected in ((lambda part: part, 6.0), (nn.Sequential, None)):
+        part, other = LoadsItsOwnWay(), LoadsItsOwnWay()
+        before = other.norm
+        with torch.no_grad():
+            part.weight.fill_(2.0)
+        root = tmp_path / str(expected)
+        saved(root, wrap(part))
+        with alone(), Checkpointer(str(root), model=wrap(other)) as saver:
+            saver.restore()
+        assert torch.equal(part.weight, other.weight)
+        assert other.norm == pytest.approx(before if expected is None else expected)
+
+
+def test_loading_again_marks_no_rows(tmp_path: Path) -> None:
+    def build() -> Any:
+        model: Any = make_model()
+        model.module.loaded = 0
+
+        def count(module: Any, _: object) -> None:
+            module.loaded += 1
+
+        model.module.register_load_state_dict_post_hook(count)
+        return model
+
+    with alone():
+        model, other = build(), build()
+        with Checkpointer(str(tmp_path), model=model, policy=Consecutive()) as saver:
+            saver.save()
+        with Checkpointer(str(tmp_path), model=other, policy=Consecutive()) as saver:
+            saver.restore()
+            assert other.module.loaded == 1
+            saver.steps += 1
+            report = saver.save()
+    assert (report.kind, report.modified_rows) == ("differential", 0)
+
+
+def test_an_error_in_loading_is_told(tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise KeyError("vocabulary")
+
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.register_load_state_dict_post_hook(refuse)
+    saved(tmp_path, model)
+    with alone(), pytest.raises(ModelPartlyRestored, match="vocabulary"):
+        Checkpointer(str(tmp_path), model=other).restore()

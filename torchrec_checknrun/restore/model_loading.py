@@ -1,12 +1,14 @@
-"""Model tensors of which a state dict holds copies, since hooks clone, cast or gather them.
+"""Let a model load by itself what a restore in place can't give it.
 
-A write into a copy never reaches the model. So such models load their restored state dict by their
-own ``load_state_dict``, and are checked afterwards to have taken the values.
+A state dict may hold copies, since hooks clone, cast or gather tensors; a write into a copy never
+reaches the model. Such models load their restored state dict by their own ``load_state_dict``, and
+are checked afterwards to have taken the values. Other modules compute values from those that they
+load, in hooks and methods of their own: these load what they hold by now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,11 @@ from torchrec_checknrun.model.tracked import TrackedModel
 
 _LIBRARIES = ("torch.nn.", "torch.distributed.", "torchrec.")
 """Packages whose modules load no more than their state dicts have."""
+_DERIVING = (
+    "torchrec.modules.keyed_jagged_tensor_pool",
+    "torchrec.modules.object_pool_lookups",  # offsets of the values
+)
+"""Modules of these packages in which classes compute more from what they load."""
 
 
 def copied(
@@ -56,6 +63,7 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
     copies = copied(model, content, tracked)
     wanted = {name: [local.clone() for local in locals_] for name, locals_ in copies.items()}
     model.load_state_dict(content, strict=False)
+    tracked.acknowledge_writes()  # of rows onto themselves
     now = model.state_dict()
     for name, expected in wanted.items():
         found = _locals(now.get(name))
@@ -65,6 +73,35 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
                 "not take it back: let state_dict() return parameters and buffers themselves, or "
                 "let load_state_dict() restore what it returns"
             )
+
+
+def loads_more(model: nn.Module) -> bool:
+    """Return whether a model, or a part of it, does more when it loads than to copy values."""
+    return _loads_own_way(model) or next(_deriving(model), None) is not None
+
+
+def load_again(model: nn.Module, tracked: TrackedModel) -> None:
+    """Let a model, or its parts that do more than to copy values, load what they hold, so that
+    what they compute from it follows. Call this on all ranks.
+    """
+    if _loads_own_way(model):
+        model.load_state_dict(model.state_dict(), strict=False)
+    else:
+        for module in _deriving(model):
+            # PyTorch calls no ``load_state_dict`` of a part's own either.
+            nn.Module.load_state_dict(module, module.state_dict(), strict=False)
+    tracked.acknowledge_writes()  # of rows onto themselves
+
+
+def _deriving(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that do more than to copy values as parts of a model."""
+    loading = type(module)._load_from_state_dict
+    hooks = (*_pre_hooks(module), *module._load_state_dict_post_hooks.values())
+    if loading.__module__ in _DERIVING or not all(map(_is_librarys, (loading, *hooks))):
+        yield module
+        return
+    for child in module.children():
+        yield from _deriving(child)
 
 
 def require_taken(model: nn.Module | None, names: Collection[str | int]) -> None:
@@ -89,9 +126,16 @@ def require_taken(model: nn.Module | None, names: Collection[str | int]) -> None
 
 def _loads_plainly(module: nn.Module) -> bool:
     kind = type(module)
-    hooks = (getattr(h, "hook", h) for h in module._load_state_dict_pre_hooks.values())
-    loads = (kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state, *hooks)
-    return "load_state_dict" not in vars(module) and all(map(_is_librarys, loads))
+    loads = (kind._load_from_state_dict, kind.set_extra_state, *_pre_hooks(module))
+    return not _loads_own_way(module) and all(map(_is_librarys, loads))
+
+
+def _loads_own_way(module: nn.Module) -> bool:
+    return "load_state_dict" in vars(module) or not _is_librarys(type(module).load_state_dict)
+
+
+def _pre_hooks(module: nn.Module) -> Iterator[object]:
+    return (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
 
 
 def _is_librarys(function: object) -> bool:
