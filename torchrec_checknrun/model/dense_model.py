@@ -68,15 +68,25 @@ class DensePart:
         """Return the values that are no buffers.
 
         Raises:
+            UnsupportedState: see ``tensors``.
+        """
+        return [value for name, value in self.tensors.items() if name not in self.buffers]
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the values.
+
+        Raises:
             UnsupportedState: a value is no tensor.
         """
         for name, value in self.dense.items():
             if not isinstance(value, torch.Tensor):
                 raise UnsupportedState(
                     f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
-                    "which can't be restored into it: put it into a state object of its own"
+                    "which can't be restored into it: put it into a state object of its own, or "
+                    "let get_extra_state() return a tensor"
                 )
-        return [value for name, value in self.dense.items() if name not in self.buffers]
+        return self.dense
 
     @cached_property
     def encoded(self) -> tuple[Tree, list[bytes | memoryview]]:
@@ -148,9 +158,9 @@ class DenseModel:
         of a single rank.
 
         Raises:
-            UnsupportedState: see ``find``.
+            UnsupportedState: see ``find`` and ``DensePart.tensors``.
         """
-        names = ranks.on_all_ranks(lambda: _tensor_names(self.find().dense))
+        names = ranks.on_all_ranks(lambda: frozenset(self.find().tensors))
         self.of_some = frozenset().union(*names) - frozenset.intersection(*names)
         self._found = None
 
@@ -172,7 +182,3 @@ class DenseModel:
         if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
             return False  # shown by a copy
         return self._tree.holds(tensors) and self._tree.has_plain_state_dict()
-
-
-def _tensor_names(dense: dict[str, Any]) -> frozenset[str]:
-    return frozenset(name for name, value in dense.items() if isinstance(value, torch.Tensor))

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-import torch
-
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.errors import UnsupportedState, UnsupportedTable
 from torchrec_checknrun.model.tracked import TrackedModel
@@ -116,7 +114,7 @@ def check_publishable(options: Options, tracked: TrackedModel, world_size: int) 
 
     Raises:
         UnsupportedTable: there is no table to publish.
-        UnsupportedState: names a buffer or an extra state.
+        UnsupportedState: names a buffer.
         ValueError: the publications' root is not apart from the checkpoints'.
     """
     assert options.publish is not None
@@ -124,14 +122,7 @@ def check_publishable(options: Options, tracked: TrackedModel, world_size: int) 
     chosen = options.publish.chosen(list(tracked.tables))
     if not chosen:
         raise UnsupportedTable("publish: the model has no table to publish")
-    dense = tracked.dense.find().dense
-    for name, value in dense.items():
-        if not isinstance(value, torch.Tensor):
-            raise UnsupportedState(
-                f"publish: the model's state dict has {name!r}, a {type(value).__name__} (extra "
-                "state), which a served model can't be given: make it a buffer"
-            )
-    own = sorted(options.per_rank_buffers.take(dict(dense)))
+    own = sorted(options.per_rank_buffers.take(dict(tracked.dense.find().dense)))
     if own and world_size > 1:
         raise UnsupportedState(
             f"publish: each rank has its own {listed(own)} (per_rank_buffers), and a served model "

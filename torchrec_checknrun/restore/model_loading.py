@@ -63,7 +63,6 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
     copies = copied(model, content, tracked)
     wanted = {name: [local.clone() for local in locals_] for name, locals_ in copies.items()}
     model.load_state_dict(content, strict=False)
-    tracked.acknowledge_writes()  # of rows onto themselves
     now = model.state_dict()
     for name, expected in wanted.items():
         found = _locals(now.get(name))
@@ -80,7 +79,7 @@ def loads_more(model: nn.Module) -> bool:
     return _loads_own_way(model) or next(_deriving(model), None) is not None
 
 
-def load_again(model: nn.Module, tracked: TrackedModel) -> None:
+def load_again(model: nn.Module) -> None:
     """Let a model, or its parts that do more than to copy values, load what they hold, so that
     what they compute from it follows. Call this on all ranks.
     """
@@ -90,7 +89,6 @@ def load_again(model: nn.Module, tracked: TrackedModel) -> None:
         for module in _deriving(model):
             # PyTorch calls no ``load_state_dict`` of a part's own either.
             nn.Module.load_state_dict(module, module.state_dict(), strict=False)
-    tracked.acknowledge_writes()  # of rows onto themselves
 
 
 def _deriving(module: nn.Module) -> Iterator[nn.Module]:

@@ -314,7 +314,7 @@ def hand_back(
             load_copied(target.model, content, target.tracked)
         elif any_more:
             assert target.model is not None
-            load_again(target.model, target.tracked)
+            load_again(target.model)
         for name, stateful in target.states.items():
             if name in optimizers:
                 optimizers.load(name, live[name])

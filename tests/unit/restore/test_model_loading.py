@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.crash.save_sweep import alone
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun import Checkpointer, Consecutive
-from torchrec_checknrun.errors import ModelPartlyRestored
+from torchrec_checknrun.errors import ModelPartlyRestored, UnsupportedState
 from torchrec_checknrun.restore.model_loading import copied
 
 
@@ -227,3 +227,37 @@ def test_an_error_in_loading_is_told(tmp_path: Path) -> None:
     saved(tmp_path, model)
     with alone(), pytest.raises(ModelPartlyRestored, match="vocabulary"):
         Checkpointer(str(tmp_path), model=other).restore()
+
+
+class Counting(nn.Linear):
+    """A layer with a number beside its parameters, which its state dict shows as a tensor.
+
+    Args:
+        as_tensor: turns the number into what the state dict shows.
+    """
+
+    def __init__(self, as_tensor: Any = torch.tensor) -> None:
+        super().__init__(2, 2)
+        self.count, self.as_tensor = 0, as_tensor
+
+    def get_extra_state(self) -> Any:
+        return self.as_tensor(self.count)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = int(state)
+
+
+def test_extra_state_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
+    model, other = nn.Sequential(Counting()), Counting()
+    model[0].count = 7
+    saved(tmp_path, model)
+    with alone(), Checkpointer(str(tmp_path), model=nn.Sequential(other)) as saver:
+        saver.restore()
+    assert other.count == 7
+
+
+def test_other_extra_state_is_refused_at_the_start(tmp_path: Path) -> None:
+    expected = r"'0\._extra_state', a dict \(extra state\).*state object of its own"
+    model = nn.Sequential(Counting(lambda count: {"count": count}))
+    with alone(), pytest.raises(UnsupportedState, match=expected):
+        Checkpointer(str(tmp_path), model=model)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
+from torchrec_checknrun.restore.model_loading import load_again
 from torchrec_checknrun.serve.inference.collisions import check_collisions
 from torchrec_checknrun.serve.inference.kernels import find_kernels, refuse_frozen
 from torchrec_checknrun.serve.inference.tables import (
@@ -100,6 +101,10 @@ class Replica:
                 self.tables[path] = float_table(path, tensor)
             else:
                 self.dense[name] = tensor
+
+    def follow(self) -> None:
+        """Let modules that compute values when they load compute them from what is there now."""
+        load_again(self.model)
 
     def address(self, name: str) -> int:
         """Return where the values of a table or dense tensor begin; 0 for those without any."""
