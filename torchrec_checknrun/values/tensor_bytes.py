@@ -38,6 +38,11 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
 
 
+def shows_memory(tensor: torch.Tensor) -> bool:
+    """Return whether ``raw_bytes`` of a tensor are its memory, and no copy of it."""
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def strides_of(value: torch.Tensor | np.ndarray) -> list[int] | None:
     """Return the strides, in values, with which a copy of a tensor or an array has its order in
     memory; None if that is row-major, as of most.
