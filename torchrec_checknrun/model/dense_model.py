@@ -24,6 +24,11 @@ from torchrec_checknrun.values.state import Tree, encode_state
 if TYPE_CHECKING:
     from torchrec_checknrun.model.tracked import TrackedModel
 
+EXTRA_STATE = "_extra_state"
+"""The last part of the names that PyTorch gives what ``get_extra_state`` returns."""
+_AROUND = frozenset({"_dmp_wrapped_module", "_orig_mod", "module"})
+"""Parts of names that wrappers of DistributedModelParallel and others add."""
+
 
 @dataclass(frozen=True)
 class DensePart:
@@ -40,6 +45,19 @@ class DensePart:
     dense: dict[str, Any]
     of_some: dict[str, torch.Tensor]
     parts: list[Block]
+
+    def require_tensors(self) -> None:
+        """Refuse values that no restore could give back to the model.
+
+        Raises:
+            UnsupportedState: a value is no tensor.
+        """
+        for name, value in self.dense.items():
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedState(
+                    f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
+                    "which can't be restored into it: put it into a state object of its own"
+                )
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -65,18 +83,17 @@ class DensePart:
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        """Return the values that are no buffers.
+        """Return the values that are no buffers; nor extra state, which modules change themselves.
 
         Raises:
             UnsupportedState: a value is no tensor.
         """
-        for name, value in self.dense.items():
-            if not isinstance(value, torch.Tensor):
-                raise UnsupportedState(
-                    f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
-                    "which can't be restored into it: put it into a state object of its own"
-                )
-        return [value for name, value in self.dense.items() if name not in self.buffers]
+        self.require_tensors()
+        return [
+            value
+            for name, value in self.dense.items()
+            if not (name in self.buffers or name.endswith(EXTRA_STATE))
+        ]
 
     @cached_property
     def encoded(self) -> tuple[Tree, list[bytes | memoryview]]:
@@ -176,3 +193,8 @@ class DenseModel:
 
 def _tensor_names(dense: dict[str, Any]) -> frozenset[str]:
     return frozenset(name for name, value in dense.items() if isinstance(value, torch.Tensor))
+
+
+def plain_path(path: str) -> str:
+    """Return a module's path without the parts that its wrappers add."""
+    return ".".join(part for part in path.split(".") if part not in _AROUND)

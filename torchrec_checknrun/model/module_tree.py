@@ -87,6 +87,7 @@ class ModuleTree:
             "state_dict" not in vars(module)
             and _is_librarys(type(module).state_dict)
             and _is_librarys(type(module)._save_to_state_dict)
+            and _is_librarys(type(module).get_extra_state)
             and all(map(_is_librarys, module._state_dict_hooks.values()))
             and all(map(_is_librarys, module._state_dict_pre_hooks.values()))
             for module in self._modules

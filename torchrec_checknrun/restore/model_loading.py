@@ -8,7 +8,7 @@ load, in hooks and methods of their own: these load what they hold by now.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch import nn
 
 from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.model.dense_model import EXTRA_STATE, plain_path
 from torchrec_checknrun.model.state_dict import StoredTables
 from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.values.state import TORCH_DTYPES, Tree, are_convertible, is_sharded
 
 _LIBRARIES = ("torch.nn.", "torch.distributed.", "torchrec.")
 """Packages whose modules load no more than their state dicts have."""
@@ -97,11 +99,48 @@ def _deriving(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that do more than to copy values as parts of a model."""
     loading = type(module)._load_from_state_dict
     hooks = (*_pre_hooks(module), *module._load_state_dict_post_hooks.values())
-    if loading.__module__ in _DERIVING or not all(map(_is_librarys, (loading, *hooks))):
+    own = (loading, type(module).set_extra_state, *hooks)
+    if loading.__module__ in _DERIVING or not all(map(_is_librarys, own)):
         yield module
         return
     for child in module.children():
         yield from _deriving(child)
+
+
+def of_fixed_shape(model: nn.Module | None, content: Any, saved: Mapping[Any, Tree]) -> Any:
+    """Return a model's state dict without the tensors that were saved in another shape, and whose
+    module may take that: one that loads in a way of its own, as observers do.
+
+    Args:
+        content: the state dict.
+        saved: the saved nodes by name.
+    """
+    others = [
+        name
+        for name, value in content.items()
+        if name in saved
+        and isinstance(value, torch.Tensor)
+        and not is_sharded(value)
+        and "x" in saved[name]
+        and [*value.shape] != saved[name]["shape"]
+        and are_convertible(TORCH_DTYPES.get(saved[name]["dtype"], torch.bool), value.dtype)
+    ]
+    if model is None or not others:
+        return content
+    owners = {plain_path(path): module for path, module in model.named_modules()}
+    taken = {name for name in others if _takes_shapes(owners, name)}
+    return {name: value for name, value in content.items() if name not in taken}
+
+
+def _takes_shapes(owners: Mapping[str, nn.Module], name: str) -> bool:
+    path, _, last = name.rpartition(".")
+    module = owners.get(plain_path(path))
+    if module is None:
+        return False
+    kind = type(module)
+    if last == EXTRA_STATE:
+        return not _is_librarys(kind.set_extra_state)
+    return not all(map(_is_librarys, (kind._load_from_state_dict, *_pre_hooks(module))))
 
 
 def require_taken(model: nn.Module | None, names: Collection[str | int]) -> None:

@@ -159,6 +159,8 @@ def merge_state(
                 merge_state(known, {k: v for k, v in value.items() if k in known}, kept=kept)
         return current
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if current.shape != saved.shape:  # the model's own loading takes it
+            return saved.to(current)
         _copy(saved, current)
         return current
     return _graft(current, saved, kept)

@@ -29,6 +29,8 @@ _NUMPYS = frozenset(
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes, without a copy if it is contiguous in CPU memory."""
+    if not tensor.numel():
+        return memoryview(b"")  # a view would keep it from being resized, as observers do
     if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu:
         return np.ascontiguousarray(tensor.detach().numpy()).data  # bytes already
     if _is_plain(tensor):  # most tensors; far fewer steps than below
