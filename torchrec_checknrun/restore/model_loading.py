@@ -19,7 +19,7 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.model.dense_model import EXTRA_STATE, plain_path
 from torchrec_checknrun.model.state_dict import StoredTables
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.values.state import TORCH_DTYPES, Tree, are_convertible, is_sharded
+from torchrec_checknrun.values.state import SHARDED, TORCH_DTYPES, Tree, are_convertible
 
 _LIBRARIES = ("torch.nn.", "torch.distributed.", "torchrec.")
 """Packages whose modules load no more than their state dicts have."""
@@ -120,7 +120,7 @@ def of_fixed_shape(model: nn.Module | None, content: Any, saved: Mapping[Any, Tr
         for name, value in content.items()
         if name in saved
         and isinstance(value, torch.Tensor)
-        and not is_sharded(value)
+        and not isinstance(value, SHARDED)
         and "x" in saved[name]
         and [*value.shape] != saved[name]["shape"]
         and are_convertible(TORCH_DTYPES.get(saved[name]["dtype"], torch.bool), value.dtype)

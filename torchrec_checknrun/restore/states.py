@@ -316,9 +316,9 @@ class StateRestore:
         covers, of_table = self._stored.covers, self._stored.name
         exact = self._optimizers is not None and name in self._optimizers
         if name == MODEL:
-            only_saved = tree_items(tree).keys() - current.keys()
-            require_taken(self._model, only_saved - self._of_some)
-            current = of_fixed_shape(self._model, current, tree_items(tree))
+            saved = tree_items(tree)
+            require_taken(self._model, saved.keys() - current.keys() - self._of_some)
+            current = of_fixed_shape(self._model, current, saved)
         check_state(current, tree, name, covers, of_table, exact)
 
     def _kept(self, current: Any, saved: Any) -> bool:
