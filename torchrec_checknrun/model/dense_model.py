@@ -19,15 +19,11 @@ from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.values.dense import require_dense
+from torchrec_checknrun.values.own_loading import EXTRA_STATE
 from torchrec_checknrun.values.state import Tree, encode_state
 
 if TYPE_CHECKING:
     from torchrec_checknrun.model.tracked import TrackedModel
-
-EXTRA_STATE = "_extra_state"
-"""The last part of the names that PyTorch gives what ``get_extra_state`` returns."""
-_AROUND = frozenset({"_dmp_wrapped_module", "_orig_mod", "module"})
-"""Parts of names that wrappers of DistributedModelParallel and others add."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +189,3 @@ class DenseModel:
 
 def _tensor_names(dense: dict[str, Any]) -> frozenset[str]:
     return frozenset(name for name, value in dense.items() if isinstance(value, torch.Tensor))
-
-
-def plain_path(path: str) -> str:
-    """Return a module's path without the parts that its wrappers add."""
-    return ".".join(part for part in path.split(".") if part not in _AROUND)

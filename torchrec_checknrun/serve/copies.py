@@ -129,6 +129,8 @@ class _Side:
                 rest()
         for name in self.behind_dense:
             self.replica.dense[name].copy_(other.replica.dense[name])
+        if self.behind_dense:
+            self.replica.load_again()
         self.behind, self.behind_dense = {}, set()
 
 
@@ -175,6 +177,7 @@ class TwoCopies:
 
     def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
         before, after = self._served, self._idle
+        after.replica.load_again()
         after.version = version
         before.behind, before.behind_dense = after.behind, after.behind_dense
         after.behind, after.behind_dense = {}, set()
@@ -228,6 +231,7 @@ class _Staged:
             self._replica.tables[table].put(ids, rows)
         for name, value in self._dense.items():
             self._replica.dense[name].copy_(value)
+        self._replica.load_again()
 
     def close(self) -> None:
         """Drop what is staged."""

@@ -21,11 +21,11 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.tree import Node, all_nodes, attributes, inner_optimizers
-from torchrec_checknrun.model.dense_model import plain_path
 from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
 from torchrec_checknrun.snapshot.schedules import Schedules
 from torchrec_checknrun.values.dense import is_dense
+from torchrec_checknrun.values.own_loading import plain_path
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
