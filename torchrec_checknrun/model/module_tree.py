@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchrec.distributed.composable.table_batched_embedding_slice import (
     TableBatchedEmbeddingSlice,
 )
 
 from torchrec_checknrun.dense.references import local_tensors
+from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.native import TensorPlaces
 from torchrec_checknrun.values.dense import is_dense
@@ -110,6 +112,8 @@ class ModuleTree:
         ]
         self._tensors = [t for t in tensors if type(t) in _PLAIN and is_dense(t)]
         self._sharded = [t for t in tensors if type(t) not in _PLAIN]
+        if any(map(is_lazy, self._sharded)):
+            _refuse_lazy(self._model)
         self._places = TensorPlaces(self._tensors)
         self._sizes = [*map(len, self._held)]
         self._filled = [
@@ -139,6 +143,20 @@ class ModuleTree:
                 for t in chain(*map(local_tensors, self._sharded))
             ],
         ]
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Refuse the parameters of lazy modules, which have neither shape nor memory yet.
+
+    Raises:
+        UnsupportedState: names one.
+    """
+    own = chain(model.named_parameters(), model.named_buffers())
+    name = next(name for name, tensor in own if is_lazy(tensor))
+    raise UnsupportedState(
+        f"{name} of the model is of a lazy module, and has no shape yet: make one forward pass "
+        "before the Checkpointer, without gradients"
+    )
 
 
 def _held(module: nn.Module) -> Iterator[Any]:

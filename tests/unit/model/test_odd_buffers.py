@@ -187,3 +187,13 @@ def test_extra_state_that_no_checkpoint_takes_has_no_images(tmp_path: Path) -> N
         pytest.raises(UnsupportedState, match=r"_extra_state', a dict"),
     ):
         saver.restore()
+
+
+def test_a_lazy_module_is_named_before_its_first_forward_pass(tmp_path: Path) -> None:
+    dmp = DistributedModelParallel(Net(torch.zeros(1), True), device=torch.device("cpu"))
+    model = nn.ModuleDict({"net": dmp, "lazy": nn.LazyLinear(2)})
+    with pytest.raises(UnsupportedState, match=r"lazy\.weight .*make one forward pass"):
+        Checkpointer(tmp_path, model=model)
+    model["lazy"](torch.zeros(1, 3))
+    with Checkpointer(tmp_path, model=model) as saver:
+        saver.save()
