@@ -111,9 +111,10 @@ class ModuleTree:
             if tensor is not None
         ]
         self._tensors = [t for t in tensors if type(t) in _PLAIN and is_dense(t)]
-        self._sharded = [t for t in tensors if type(t) not in _PLAIN]
-        if any(map(is_lazy, self._sharded)):
+        others = [t for t in tensors if type(t) not in _PLAIN]
+        if any(is_lazy(tensor) for tensor in others):
             _refuse_lazy(self._model)
+        self._sharded = [*others]
         self._places = TensorPlaces(self._tensors)
         self._sizes = [*map(len, self._held)]
         self._filled = [

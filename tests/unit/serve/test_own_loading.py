@@ -1,4 +1,4 @@
-"""Follow with models that compute values from those that they load."""
+"""Follow with models that compute values from those that they load, or show one many times."""
 
 from __future__ import annotations
 
@@ -77,4 +77,20 @@ def test_a_refusal_is_told(tmp_path: Path, copies: int) -> None:
     with pytest.raises(IncompatibleCheckpoint, match="vocabulary"):
         follower.poll()
     assert follower.version is None
+    job.saver.close()
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_an_expanded_buffer_follows(tmp_path: Path, copies: int) -> None:
+    job, net = Job(tmp_path), Net(CPU)
+    net.seen = torch.zeros(1).expand(3)
+    follower = Follower(tmp_path, net, copies=copies)
+    for seed in range(3):
+        job.train(seed)
+        job.save()
+        follower.poll()
+        with follower.read() as (found, _):
+            model: Any = found
+            assert model.seen.tolist() == [0.25 * (seed + 1)] * 3
+            assert model.seen.stride() == (0,)
     job.saver.close()
