@@ -26,6 +26,7 @@ from torchrec_checknrun.memory.model_content import STATES, sealed
 from torchrec_checknrun.native import TensorPlaces
 from torchrec_checknrun.shared_memory.header import Piece
 from torchrec_checknrun.values.state import Tree, encode_state, tree_items
+from torchrec_checknrun.values.tensor_bytes import shows_memory
 
 _LOOKED_INTO = frozenset({"state", "param_groups", "defaults", "params", "_optimizer"})
 """Attributes whose content is compared as well."""
@@ -170,7 +171,7 @@ def _is_plain(optimizer: Optimizer) -> bool:
         )
         and all(map(_is_constant, own.get("defaults", {}).values()))
         and all(
-            type(value) in _TENSORS or _is_constant(value)
+            _is_constant(value) or (type(value) in _TENSORS and shows_memory(value))
             for state in optimizer.state.values()
             for value in state.values()
         )

@@ -19,6 +19,7 @@ from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.values.dense import require_dense
+from torchrec_checknrun.values.own_loading import EXTRA_STATE
 from torchrec_checknrun.values.state import Tree, encode_state
 
 if TYPE_CHECKING:
@@ -40,6 +41,20 @@ class DensePart:
     dense: dict[str, Any]
     of_some: dict[str, torch.Tensor]
     parts: list[Block]
+
+    def require_tensors(self) -> None:
+        """Refuse values that no restore could give back to the model.
+
+        Raises:
+            UnsupportedState: a value is no tensor.
+        """
+        for name, value in self.dense.items():
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedState(
+                    f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
+                    "which can't be restored into it: put it into a state object of its own, or "
+                    "let get_extra_state() return a tensor"
+                )
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -65,28 +80,17 @@ class DensePart:
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        """Return the values that are no buffers.
-
-        Raises:
-            UnsupportedState: see ``tensors``.
-        """
-        return [value for name, value in self.tensors.items() if name not in self.buffers]
-
-    @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the values.
+        """Return the values that are no buffers; nor extra state, which modules change themselves.
 
         Raises:
             UnsupportedState: a value is no tensor.
         """
-        for name, value in self.dense.items():
-            if not isinstance(value, torch.Tensor):
-                raise UnsupportedState(
-                    f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
-                    "which can't be restored into it: put it into a state object of its own, or "
-                    "let get_extra_state() return a tensor"
-                )
-        return self.dense
+        self.require_tensors()
+        return [
+            value
+            for name, value in self.dense.items()
+            if not (name in self.buffers or name.endswith(EXTRA_STATE))
+        ]
 
     @cached_property
     def encoded(self) -> tuple[Tree, list[bytes | memoryview]]:
@@ -158,9 +162,15 @@ class DenseModel:
         of a single rank.
 
         Raises:
-            UnsupportedState: see ``find`` and ``DensePart.tensors``.
+            UnsupportedState: see ``find`` and ``DensePart.require_tensors``.
         """
-        names = ranks.on_all_ranks(lambda: frozenset(self.find().tensors))
+
+        def all_names() -> frozenset[str]:
+            part = self.find()
+            part.require_tensors()
+            return frozenset(part.dense)
+
+        names = ranks.on_all_ranks(all_names)
         self.of_some = frozenset().union(*names) - frozenset.intersection(*names)
         self._found = None
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchrec.distributed.composable.table_batched_embedding_slice import (
     TableBatchedEmbeddingSlice,
 )
 
 from torchrec_checknrun.dense.references import local_tensors
+from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.native import TensorPlaces
 from torchrec_checknrun.values.dense import is_dense
@@ -87,6 +89,7 @@ class ModuleTree:
             "state_dict" not in vars(module)
             and _is_librarys(type(module).state_dict)
             and _is_librarys(type(module)._save_to_state_dict)
+            and _is_librarys(type(module).get_extra_state)
             and all(map(_is_librarys, module._state_dict_hooks.values()))
             and all(map(_is_librarys, module._state_dict_pre_hooks.values()))
             for module in self._modules
@@ -108,7 +111,10 @@ class ModuleTree:
             if tensor is not None
         ]
         self._tensors = [t for t in tensors if type(t) in _PLAIN and is_dense(t)]
-        self._sharded = [t for t in tensors if type(t) not in _PLAIN]
+        others = [t for t in tensors if type(t) not in _PLAIN]
+        if any(is_lazy(tensor) for tensor in others):
+            _refuse_lazy(self._model)
+        self._sharded = [*others]
         self._places = TensorPlaces(self._tensors)
         self._sizes = [*map(len, self._held)]
         self._filled = [
@@ -138,6 +144,20 @@ class ModuleTree:
                 for t in chain(*map(local_tensors, self._sharded))
             ],
         ]
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Refuse the parameters of lazy modules, which have neither shape nor memory yet.
+
+    Raises:
+        UnsupportedState: names one.
+    """
+    own = chain(model.named_parameters(), model.named_buffers())
+    name = next(name for name, tensor in own if is_lazy(tensor))
+    raise UnsupportedState(
+        f"{name} of the model is of a lazy module, and has no shape yet: make one forward pass "
+        "before the Checkpointer, without gradients"
+    )
 
 
 def _held(module: nn.Module) -> Iterator[Any]:

@@ -2,13 +2,13 @@
 
 A state dict may hold copies, since hooks clone, cast or gather tensors; a write into a copy never
 reaches the model. Such models load their restored state dict by their own ``load_state_dict``, and
-are checked afterwards to have taken the values. Other modules compute values from those that they
-load, in hooks and methods of their own: these load what they hold by now.
+are checked afterwards to have taken the values. Others compute values from those that they load:
+see ``values.own_loading``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,14 +18,8 @@ from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.model.state_dict import StoredTables
 from torchrec_checknrun.model.tracked import TrackedModel
-
-_LIBRARIES = ("torch.nn.", "torch.distributed.", "torchrec.")
-"""Packages whose modules load no more than their state dicts have."""
-_DERIVING = (
-    "torchrec.modules.keyed_jagged_tensor_pool",
-    "torchrec.modules.object_pool_lookups",  # offsets of the values
-)
-"""Modules of these packages in which classes compute more from what they load."""
+from torchrec_checknrun.values.own_loading import loads_plainly, plain_path, takes_shapes
+from torchrec_checknrun.values.state import SHARDED, TORCH_DTYPES, Tree, are_convertible
 
 
 def copied(
@@ -63,6 +57,7 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
     copies = copied(model, content, tracked)
     wanted = {name: [local.clone() for local in locals_] for name, locals_ in copies.items()}
     model.load_state_dict(content, strict=False)
+    tracked.acknowledge_writes()  # of rows onto themselves
     now = model.state_dict()
     for name, expected in wanted.items():
         found = _locals(now.get(name))
@@ -74,32 +69,29 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
             )
 
 
-def loads_more(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, does more when it loads than to copy values."""
-    return _loads_own_way(model) or next(_deriving(model), None) is not None
+def of_fixed_shape(model: nn.Module | None, content: Any, saved: Mapping[Any, Tree]) -> Any:
+    """Return a model's state dict without the tensors that were saved in another shape, and whose
+    module may take that: one that loads in a way of its own, as observers do.
 
-
-def load_again(model: nn.Module) -> None:
-    """Let a model, or its parts that do more than to copy values, load what they hold, so that
-    what they compute from it follows. Call this on all ranks.
+    Args:
+        content: the state dict.
+        saved: the saved nodes by name.
     """
-    if _loads_own_way(model):
-        model.load_state_dict(model.state_dict(), strict=False)
-    else:
-        for module in _deriving(model):
-            # PyTorch calls no ``load_state_dict`` of a part's own either.
-            nn.Module.load_state_dict(module, module.state_dict(), strict=False)
-
-
-def _deriving(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that do more than to copy values as parts of a model."""
-    loading = type(module)._load_from_state_dict
-    hooks = (*_pre_hooks(module), *module._load_state_dict_post_hooks.values())
-    if loading.__module__ in _DERIVING or not all(map(_is_librarys, (loading, *hooks))):
-        yield module
-        return
-    for child in module.children():
-        yield from _deriving(child)
+    others = [
+        name
+        for name, value in content.items()
+        if name in saved
+        and isinstance(value, torch.Tensor)
+        and not isinstance(value, SHARDED)
+        and "x" in saved[name]
+        and [*value.shape] != saved[name]["shape"]
+        and are_convertible(TORCH_DTYPES.get(saved[name]["dtype"], torch.bool), value.dtype)
+    ]
+    if model is None or not others:
+        return content
+    owners = {plain_path(path): module for path, module in model.named_modules()}
+    taken = {name for name in others if takes_shapes(owners, name)}
+    return {name: value for name, value in content.items() if name not in taken}
 
 
 def require_taken(model: nn.Module | None, names: Collection[str | int]) -> None:
@@ -113,31 +105,13 @@ def require_taken(model: nn.Module | None, names: Collection[str | int]) -> None
     Raises:
         IncompatibleCheckpoint: the model would lose them; names one.
     """
-    if not names or model is None or not all(map(_loads_plainly, model.modules())):
+    if not names or model is None or not loads_plainly(model):
         return
     raise IncompatibleCheckpoint(
         f"model.{min(map(str, names))} is in the checkpoint only: build the model as it was when "
         "the checkpoint was saved (register buffers before the restore, as tensors, not as None), "
         "or leave out what only the checkpoint has with strict=False"
     )
-
-
-def _loads_plainly(module: nn.Module) -> bool:
-    kind = type(module)
-    loads = (kind._load_from_state_dict, kind.set_extra_state, *_pre_hooks(module))
-    return not _loads_own_way(module) and all(map(_is_librarys, loads))
-
-
-def _loads_own_way(module: nn.Module) -> bool:
-    return "load_state_dict" in vars(module) or not _is_librarys(type(module).load_state_dict)
-
-
-def _pre_hooks(module: nn.Module) -> Iterator[object]:
-    return (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
-
-
-def _is_librarys(function: object) -> bool:
-    return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)
 
 
 def _locals(value: object) -> list[torch.Tensor]:

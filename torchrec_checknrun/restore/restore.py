@@ -34,7 +34,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.model_loading import copied, load_again, load_copied, loads_more
+from torchrec_checknrun.restore.model_loading import copied, load_copied
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.states import Merge, Owners, SavedStates, present_states
 from torchrec_checknrun.root.chain import Chain, newest, resolve
@@ -43,6 +43,7 @@ from torchrec_checknrun.root.shared_root import require_shared
 from torchrec_checknrun.store.copied_folder import CopiedFolder
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import tells_nothing
+from torchrec_checknrun.values.own_loading import load_again, loads_more
 from torchrec_checknrun.writers.claims import latest_claim
 
 logger = logging.getLogger(__name__)
@@ -268,18 +269,19 @@ class _Attempts:
             live.update(present_states(target.states, self._optimizers, SavedStates.of(read[0])))
 
         ranks.on_all_ranks(read_live)
-        unasked = chain.head.states.keys() - live.keys() - {BUFFERS}
+        head = chain.head
+        unasked = head.states.keys() - live.keys() - {BUFFERS}
         for name in unasked if target.model is not None else ():
             logger.warning(
                 "%s holds state %r, which is not restored, since the Checkpointer has no such "
                 "state",
-                chain.head.id,
+                head.id,
                 name,
             )
         live = dict(sorted(live.items()))  # the same order on all ranks
         # Nothing is decided: only errors matter.
         ranks.reduce(lambda: chain_restore.plan(read[0], live), len)
-        if chain.head.deltas:  # on all ranks
+        if head.deltas:  # on all ranks
             ranks.reduce(lambda: chain_restore.build(self._root), chain_restore.check_digests)
         ranks.reduce(lambda: chain_restore.load(self._root), len)
         return live
@@ -315,6 +317,7 @@ def hand_back(
         elif any_more:
             assert target.model is not None
             load_again(target.model)
+            target.tracked.acknowledge_writes()  # of rows onto themselves
         for name, stateful in target.states.items():
             if name in optimizers:
                 optimizers.load(name, live[name])

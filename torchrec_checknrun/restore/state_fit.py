@@ -159,14 +159,20 @@ def merge_state(
                 merge_state(known, {k: v for k, v in value.items() if k in known}, kept=kept)
         return current
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
-        _copy(saved, current)
+        if current.shape != saved.shape:  # the model's own loading takes it
+            return saved.to(current)
+        write_values(saved, current)
         return current
     return _graft(current, saved, kept)
 
 
 @torch.no_grad()
-def _copy(saved: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy saved values into a live tensor, of which an expanded one shows a value many times."""
+def write_values(saved: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy saved values into a live tensor, of which an expanded one shows a value many times.
+
+    Raises:
+        IncompatibleCheckpoint: an expanded tensor has no place for so many values.
+    """
     shown, values = target, saved
     for dim, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
         if stride == 0 and size > 1:

@@ -30,7 +30,7 @@ from torchrec_checknrun.restore.blocks import SavedBlocks
 from torchrec_checknrun.restore.chunks import ChainContent
 from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.model_loading import require_taken
+from torchrec_checknrun.restore.model_loading import of_fixed_shape, require_taken
 from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
 from torchrec_checknrun.values.state import Tree, is_sharded, tree_items
 
@@ -316,8 +316,9 @@ class StateRestore:
         covers, of_table = self._stored.covers, self._stored.name
         exact = self._optimizers is not None and name in self._optimizers
         if name == MODEL:
-            only_saved = tree_items(tree).keys() - current.keys()
-            require_taken(self._model, only_saved - self._of_some)
+            saved = tree_items(tree)
+            require_taken(self._model, saved.keys() - current.keys() - self._of_some)
+            current = of_fixed_shape(self._model, current, saved)
         check_state(current, tree, name, covers, of_table, exact)
 
     def _kept(self, current: Any, saved: Any) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from torchrec_checknrun.restore.state_fit import write_values
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.serve.inference.replica import Replica
 from torchrec_checknrun.serve.version import Version
@@ -115,7 +116,7 @@ class _Side:
 
     def put_dense(self, name: str, value: torch.Tensor) -> None:
         self.behind_dense.add(name)
-        self.replica.dense[name].copy_(value)
+        write_values(value, self.replica.dense[name])
 
     def catch_up(self, other: _Side, rest: Callable[[], object]) -> None:
         """Copy the rows that may differ from the other side."""
@@ -128,9 +129,9 @@ class _Side:
                     into.copy_from(source, ids)
                 rest()
         for name in self.behind_dense:
-            self.replica.dense[name].copy_(other.replica.dense[name])
-        if self.behind or self.behind_dense:
-            self.replica.follow()
+            write_values(other.replica.dense[name], self.replica.dense[name])
+        if self.behind_dense:
+            self.replica.load_again()
         self.behind, self.behind_dense = {}, set()
 
 
@@ -177,7 +178,7 @@ class TwoCopies:
 
     def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
         before, after = self._served, self._idle
-        after.replica.follow()
+        after.replica.load_again()
         after.version = version
         before.behind, before.behind_dense = after.behind, after.behind_dense
         after.behind, after.behind_dense = {}, set()
@@ -230,8 +231,8 @@ class _Staged:
         for table, ids, rows in self._rows:
             self._replica.tables[table].put(ids, rows)
         for name, value in self._dense.items():
-            self._replica.dense[name].copy_(value)
-        self._replica.follow()
+            write_values(value, self._replica.dense[name])
+        self._replica.load_again()
 
     def close(self) -> None:
         """Drop what is staged."""

@@ -25,6 +25,7 @@ from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
 from torchrec_checknrun.snapshot.schedules import Schedules
 from torchrec_checknrun.values.dense import is_dense
+from torchrec_checknrun.values.own_loading import plain_path
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -35,8 +36,6 @@ _METRICS = "torchrec.metrics."
 """TorchRec's metrics, which have windows of batches in no state dict."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
-_AROUND = frozenset({"_dmp_wrapped_module", "_orig_mod", "module"})
-"""Parts of names that wrappers of DistributedModelParallel and others add."""
 _MOST_VALUES = 1 << 14
 """The largest tensor that is looked at: larger ones are masks and tables."""
 _NUMBERS = frozenset({int, float})
@@ -260,8 +259,7 @@ def _users_modules(
     for name, root in (("model", model), *states.items(), *held):
         for within, module in root.named_modules() if isinstance(root, nn.Module) else ():
             if id(module) not in seen and _is_users(type(module)):
-                parts = [part for part in within.split(".") if part not in _AROUND]
-                yield ".".join([name, *filter(None, parts)]), module
+                yield ".".join(filter(None, (name, plain_path(within)))), module
             seen.add(id(module))
 
 

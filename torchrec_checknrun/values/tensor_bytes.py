@@ -29,6 +29,8 @@ _NUMPYS = frozenset(
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes, without a copy if it is contiguous in CPU memory."""
+    if not tensor.numel():
+        return memoryview(b"")  # a view would keep it from being resized, as observers do
     if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_cpu:
         return np.ascontiguousarray(tensor.detach().numpy()).data  # bytes already
     if _is_plain(tensor):  # most tensors; far fewer steps than below
@@ -36,6 +38,11 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # PyTorch calls a single element contiguous whatever its stride, but refuses to view it.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data
+
+
+def shows_memory(tensor: torch.Tensor) -> bool:
+    """Return whether ``raw_bytes`` of a tensor are its memory, and no copy of it."""
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def strides_of(value: torch.Tensor | np.ndarray) -> list[int] | None:

@@ -142,6 +142,13 @@ def load_the_inner_one(model: Model, optimizer: Optimizer) -> None:
     inner(optimizer).load_state_dict({**other.state_dict(), "param_groups": groups})
 
 
+def keep_a_state_column_major(model: Model, optimizer: Optimizer) -> None:
+    """As optimizers do that make their state like a parameter whose channels come last."""
+    for value in inner(optimizer).state[model.one.weight].values():
+        if value.dim() == 2:
+            value.data = value.data.t().contiguous().t()
+
+
 CHANGES = [
     nothing,
     take_a_step,
@@ -162,6 +169,7 @@ CHANGES = [
     replace_the_inner_one,
     replace_the_inner_one_by_a_users,
     load_the_inner_one,
+    keep_a_state_column_major,
 ]
 
 

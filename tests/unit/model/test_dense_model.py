@@ -110,6 +110,28 @@ def test_values_that_are_no_memory_of_the_model_are_asked_each_time(tracked: Tra
     assert [int(dense.find().dense["_extra_state"]) for _ in range(3)] == [1, 2, 3]
 
 
+def test_extra_state_that_shows_more_of_a_buffer_each_time(tracked: TrackedModel) -> None:
+    class Ring(nn.Module):
+        values: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("values", torch.arange(4.0), persistent=False)
+            self.used = 1
+
+        def get_extra_state(self) -> torch.Tensor:
+            return self.values[: self.used]
+
+        def set_extra_state(self, state: object) -> None: ...
+
+    ring = Ring()
+    dense = made(ring, tracked)
+    for ring.used in (1, 2, 3):
+        found = dense.find()
+        assert found.dense["_extra_state"].tolist() == [0.0, 1.0, 2.0][: ring.used]
+        assert found.parameters == []  # no optimizer's step tells when it is written
+
+
 def test_a_hook_registered_later_is_noticed(tracked: TrackedModel) -> None:
     model = nn.Linear(2, 2)
     dense = made(model, tracked)

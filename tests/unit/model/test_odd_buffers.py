@@ -15,7 +15,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests.unit.tracked_model import Model, batch
 from torchrec_checknrun import Checkpointer, Images
-from torchrec_checknrun.errors import IncompatibleCheckpoint, ModelPartlyRestored, UnsupportedState
+from torchrec_checknrun.errors import ModelPartlyRestored, UnsupportedState
+from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 pytestmark = [
     pytest.mark.usefixtures("group"),
@@ -136,7 +137,7 @@ def test_a_state_without_memory_of_its_own_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated")
 @pytest.mark.parametrize("images", [False, True])
-def test_observers_come_back_after_a_forward_pass(tmp_path: Path, images: bool) -> None:
+def test_observers_come_back_before_and_after_a_forward_pass(tmp_path: Path, images: bool) -> None:
     """Observers of quantization-aware training take their shapes in the first forward pass."""
 
     def observed(passes: int) -> tuple[Any, Checkpointer]:
@@ -157,10 +158,45 @@ def test_observers_come_back_after_a_forward_pass(tmp_path: Path, images: bool) 
         model(a=[[2]]).backward()
         saver.step()
         saver.save()
-    with observed(0)[1] as refused, pytest.raises(IncompatibleCheckpoint, match="make one before"):
-        refused.restore()
-    found, reader = observed(1)
-    with reader:
-        reader.restore()
     wanted = dict(model.named_buffers())
-    assert all(torch.equal(buffer, wanted[name]) for name, buffer in found.named_buffers())
+    for passes in (0, 1):
+        found, reader = observed(passes)
+        with reader:
+            reader.restore()
+        assert all(torch.equal(buffer, wanted[name]) for name, buffer in found.named_buffers())
+
+
+def test_a_buffer_without_values_may_still_be_resized() -> None:
+    buffer = torch.zeros(0)
+    assert not len(raw_bytes(buffer))
+    assert buffer.resize_(3).shape == (3,)
+
+
+def test_extra_state_that_no_checkpoint_takes_has_no_images(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        kept: object = torch.zeros(1)
+
+        def get_extra_state(self) -> object:
+            return self.kept
+
+        def set_extra_state(self, state: object) -> None: ...
+
+    net = Net(torch.zeros(1), persistent=True)
+    net.out = part = Counting(32, 1)
+    model = DistributedModelParallel(net, device=torch.device("cpu"), init_data_parallel=False)
+    with (
+        Checkpointer(tmp_path / "root", model=model, survive=Images(folder=str(tmp_path))) as saver,
+        pytest.raises(UnsupportedState, match=r"_extra_state', a dict"),
+    ):
+        part.kept = {"count": 1}
+        saver.restore()
+
+
+def test_a_lazy_module_is_named_before_its_first_forward_pass(tmp_path: Path) -> None:
+    dmp = DistributedModelParallel(Net(torch.zeros(1), True), device=torch.device("cpu"))
+    model = nn.ModuleDict({"net": dmp, "lazy": nn.LazyLinear(2)})
+    with pytest.raises(UnsupportedState, match=r"lazy\.weight .*make one forward pass"):
+        Checkpointer(tmp_path, model=model)
+    model["lazy"](torch.zeros(1, 3))
+    with Checkpointer(tmp_path, model=model) as saver:
+        saver.save()

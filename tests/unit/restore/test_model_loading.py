@@ -4,6 +4,7 @@ values from what they load; or report the values that can't be restored.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.crash.save_sweep import alone
 from tests.unit.tracked_model import make_model
 from torchrec_checknrun import Checkpointer, Consecutive
-from torchrec_checknrun.errors import ModelPartlyRestored, UnsupportedState
+from torchrec_checknrun.errors import (
+    IncompatibleCheckpoint,
+    ModelPartlyRestored,
+    UnsupportedState,
+)
 from torchrec_checknrun.restore.model_loading import copied
 
 
@@ -155,6 +160,22 @@ class ComputesAfterwards(Norm):
         self.register_load_state_dict_post_hook(self.compute)
 
 
+class ComputesFromExtraState(Norm):
+    """A layer whose extra state is memory of a buffer."""
+
+    sum: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(1), persistent=False)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.sum.copy_(self.weight.detach().square().sum())
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.norm = float(state.sqrt())
+
+
 class LoadsItsOwnWay(Norm):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         found = super().load_state_dict(*args, **kwargs)
@@ -162,7 +183,12 @@ class LoadsItsOwnWay(Norm):
         return found
 
 
-DERIVING = [ComputesInLoading, ComputesFromContent, ComputesAfterwards]
+DERIVING = [
+    ComputesInLoading,
+    ComputesFromContent,
+    ComputesAfterwards,
+    ComputesFromExtraState,
+]
 
 
 @pytest.mark.parametrize("wrap", [lambda part: part, nn.Sequential], ids=["whole", "part"])
@@ -248,9 +274,9 @@ class Counting(nn.Linear):
 
 
 def test_extra_state_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
-    model, other = nn.Sequential(Counting()), Counting()
-    model[0].count = 7
-    saved(tmp_path, model)
+    part, other = Counting(), Counting()
+    part.count = 7
+    saved(tmp_path, nn.Sequential(part))
     with alone(), Checkpointer(str(tmp_path), model=nn.Sequential(other)) as saver:
         saver.restore()
     assert other.count == 7
@@ -261,3 +287,82 @@ def test_other_extra_state_is_refused_at_the_start(tmp_path: Path) -> None:
     model = nn.Sequential(Counting(lambda count: {"count": count}))
     with alone(), pytest.raises(UnsupportedState, match=expected):
         Checkpointer(str(tmp_path), model=model)
+
+
+class Growing(nn.Linear):
+    """A layer with a buffer of a shape that it has only when it was trained, or loaded.
+
+    Args:
+        rows: of the buffer.
+    """
+
+    def __init__(self, rows: int = 0) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("seen", torch.full((rows, 3), 5.0))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.seen = torch.empty_like(state_dict[f"{prefix}seen"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Hooks(nn.Linear):
+    """The same by a hook."""
+
+    def __init__(self, rows: int = 0) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("seen", torch.full((rows, 3), 5.0))
+
+        def make(module: Any, state: Any, prefix: str, *_: Any) -> None:
+            module.seen = torch.empty_like(state[f"{prefix}seen"])
+
+        self.register_load_state_dict_pre_hook(make)
+
+
+class Packed(nn.Linear):
+    """The same as bytes in the extra state, as many as there are rows."""
+
+    def __init__(self, rows: int = 0) -> None:
+        super().__init__(3, 3)
+        self.seen = torch.full((rows, 3), 5.0)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(repr(self.seen.tolist()).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = torch.tensor(json.loads(state.numpy().tobytes()))
+
+
+@pytest.mark.parametrize("kind", [Growing, Hooks, Packed])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_modules_may_load_values_of_another_shape(
+    tmp_path: Path, kind: Any, parallel: bool
+) -> None:
+    def model(rows: int) -> tuple[Any, nn.Module]:
+        part = kind(rows)
+        whole: Any = make_model()
+        if not parallel:
+            return part, nn.Sequential(part)
+        whole.module.part = part
+        return part, whole
+
+    with alone():
+        part, whole = model(2)
+        saved(tmp_path, whole)
+        other, whole = model(0)
+        with Checkpointer(str(tmp_path), model=whole) as saver:
+            saver.restore()
+    assert torch.equal(other.seen, part.seen)
+    assert torch.equal(other.weight, part.weight)
+
+
+def test_a_value_of_another_shape_beside_them_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, nn.Sequential(Growing(2), nn.Linear(3, 2)))
+    other = nn.Sequential(Growing(), nn.Linear(3, 4))
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with (
+        alone(),
+        Checkpointer(str(tmp_path), model=other) as saver,
+        pytest.raises(IncompatibleCheckpoint, match=r"model\.1\.weight"),
+    ):
+        saver.restore()
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
-from torchrec_checknrun.restore.model_loading import load_again
 from torchrec_checknrun.serve.inference.collisions import check_collisions
 from torchrec_checknrun.serve.inference.kernels import find_kernels, refuse_frozen
 from torchrec_checknrun.serve.inference.tables import (
@@ -20,6 +19,7 @@ from torchrec_checknrun.serve.inference.tables import (
     memory_of,
     quantized_tables,
 )
+from torchrec_checknrun.values.own_loading import load_again
 from torchrec_checknrun.values.state import is_sharded
 
 _WEIGHT = ".weight"
@@ -102,9 +102,21 @@ class Replica:
             else:
                 self.dense[name] = tensor
 
-    def follow(self) -> None:
-        """Let modules that compute values when they load compute them from what is there now."""
-        load_again(self.model)
+    def load_again(self) -> None:
+        """Let modules compute what they compute from values that they load; call this once the
+        dense tensors were written. Parts of the model load no tables.
+
+        Raises:
+            IncompatibleCheckpoint: a module refuses the values.
+        """
+        memory = frozenset(value.untyped_storage().data_ptr() for value in self.dense.values())
+        try:
+            load_again(self.model, memory)
+        except Exception as error:
+            raise IncompatibleCheckpoint(
+                f"the model's own loading (hooks, set_extra_state) refused the values of a version "
+                f"with {error!r}: serve the model that is trained"
+            ) from error
 
     def address(self, name: str) -> int:
         """Return where the values of a table or dense tensor begin; 0 for those without any."""
