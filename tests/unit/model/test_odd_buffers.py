@@ -184,12 +184,11 @@ def test_extra_state_that_no_checkpoint_takes_has_no_images(tmp_path: Path) -> N
     net = Net(torch.zeros(1), persistent=True)
     net.out = part = Counting(32, 1)
     model = DistributedModelParallel(net, device=torch.device("cpu"), init_data_parallel=False)
-    with (
-        Checkpointer(tmp_path / "root", model=model, survive=Images(folder=str(tmp_path))) as saver,
-        pytest.raises(UnsupportedState, match=r"_extra_state', a dict"),
-    ):
+    images = Images(folder=str(tmp_path))
+    with Checkpointer(tmp_path / "root", model=model, survive=images) as saver:
         part.kept = {"count": 1}
-        saver.restore()
+        with pytest.raises(UnsupportedState, match=r"_extra_state', a dict"):
+            saver.restore()
 
 
 def test_a_lazy_module_is_named_before_its_first_forward_pass(tmp_path: Path) -> None:
