@@ -26,7 +26,7 @@ from torchrec_checknrun.memory.model_content import STATES, sealed
 from torchrec_checknrun.native import TensorPlaces
 from torchrec_checknrun.shared_memory.header import Piece
 from torchrec_checknrun.values.state import Tree, encode_state, tree_items
-from torchrec_checknrun.values.tensor_bytes import shows_memory
+from torchrec_checknrun.values.tensor_bytes import RawViews, raw_bytes, shows_memory
 
 _LOOKED_INTO = frozenset({"state", "param_groups", "defaults", "params", "_optimizer"})
 """Attributes whose content is compared as well."""
@@ -35,6 +35,28 @@ _CONSTANTS = (type(None), bool, int, float, str)
 """Types of values that don't change: another value is another object."""
 _METHODS = (FunctionType, MethodType)
 _OF_STATE_DICT = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+
+
+class _Shown(RawViews):
+    """The bytes of tensors, row-major: live memory, or copies where that has another order (of
+    parameters whose channels come last, for instance).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def of(self, tensor: torch.Tensor) -> memoryview:
+        if shows_memory(tensor):
+            return raw_bytes(tensor)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._copies.append((tensor.detach(), copy))
+        return raw_bytes(copy)
+
+    def renew(self) -> None:
+        """Copy the present values."""
+        for live, copy in self._copies:
+            copy.copy_(live)
 
 
 class OptimizerContent:
@@ -59,6 +81,7 @@ class OptimizerContent:
         self._tree: Tree = {}
         self._payload: list[bytes | memoryview] = []
         self._pieces: list[Piece] = []
+        self._shown = _Shown()
 
     def pieces(self) -> list[Piece] | None:
         """Return the content as a section; None if the optimizer must be asked each time.
@@ -75,6 +98,7 @@ class OptimizerContent:
         options = list(self._live_options())
         if len(options) != len(self._options) or not all(map(is_, options, self._options)):
             self._renew_options(options)
+        self._shown.renew()
         return self._pieces
 
     def _look(self) -> bool:
@@ -86,7 +110,9 @@ class OptimizerContent:
         if not (all(map(_is_plain, self._nest)) and all(map(_is_constant, options))):
             return False
         content = self._store()
-        self._tree, self._payload = encode_state({STATES: {self._name: content}}, "image")
+        self._shown = _Shown()
+        encoded = encode_state({STATES: {self._name: content}}, "image", self._shown)
+        self._tree, self._payload = encoded
         self._pieces = sealed(self._tree, self._payload)
         self._keys = [group["params"] for group in content[GROUPS]]
         self._options = options
@@ -171,7 +197,7 @@ def _is_plain(optimizer: Optimizer) -> bool:
         )
         and all(map(_is_constant, own.get("defaults", {}).values()))
         and all(
-            _is_constant(value) or (type(value) in _TENSORS and shows_memory(value))
+            type(value) in _TENSORS or _is_constant(value)
             for state in optimizer.state.values()
             for value in state.values()
         )

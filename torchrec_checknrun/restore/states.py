@@ -315,9 +315,10 @@ class StateRestore:
             )
         covers, of_table = self._stored.covers, self._stored.name
         exact = self._optimizers is not None and name in self._optimizers
-        if name == MODEL:
+        if name in (MODEL, BUFFERS):
             saved = tree_items(tree)
-            require_taken(self._model, saved.keys() - current.keys() - self._of_some)
+            if name == MODEL:
+                require_taken(self._model, saved.keys() - current.keys() - self._of_some)
             current = of_fixed_shape(self._model, current, saved)
         check_state(current, tree, name, covers, of_table, exact)
 

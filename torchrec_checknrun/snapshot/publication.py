@@ -27,7 +27,6 @@ def take_publication(
         The snapshot; and the cut, to ``merge`` back unless the publication is committed.
     """
     of_model = tracked.dense.find(refreshed=True)
-    parameters = (v for name, v in of_model.dense.items() if name not in of_model.buffers)
     snapshot = Snapshot(
         shards=[],
         tables={name: shape for name, shape in tracked.tables.items() if name in tables},
@@ -35,7 +34,7 @@ def take_publication(
         models=frozenset({MODEL}),
         buffers=of_model.buffers,
         blocks=[block for block in of_model.blocks if not block.replica],
-        stepped=stepped_memory(parameters),
+        stepped=stepped_memory(of_model.parameters),
     )
     # Last: nothing may fail once marks are taken.
     shards, cut = take_rows(tracked, None if whole else Consumer.PUBLISHED, Consumer.PUBLISHED)

@@ -355,6 +355,16 @@ def test_modules_may_load_values_of_another_shape(
     assert torch.equal(other.weight, part.weight)
 
 
+def test_buffers_of_each_rank_may_be_loaded_in_another_shape(tmp_path: Path) -> None:
+    part, other = Growing(2), Growing()
+    with alone():
+        with Checkpointer(str(tmp_path), model=part, per_rank_buffers="seen") as saver:
+            saver.save()
+        with Checkpointer(str(tmp_path), model=other, per_rank_buffers="seen") as saver:
+            saver.restore()
+    assert torch.equal(other.seen, part.seen)
+
+
 def test_a_value_of_another_shape_beside_them_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, nn.Sequential(Growing(2), nn.Linear(3, 2)))
     other = nn.Sequential(Growing(), nn.Linear(3, 4))
