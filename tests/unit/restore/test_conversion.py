@@ -1,4 +1,4 @@
-"""State that several column shards had is the same, to the last bit, in whatever order they come."""
+"""State that several column shards had comes to the same bits in whatever order they are read."""
 
 from __future__ import annotations
 
