@@ -62,8 +62,8 @@ class Living:
             **options,
         )
         self.map = life.get("map")
+        # Then rows of the restored differentials are encoded again with the next one.
         self.anew = life.get("policy") != "consecutive"
-        """Whether rows of the restored differentials are encoded again with the next one."""
         self.base: str | None = None
         self.rebased = True
         self.restored: State = {}

@@ -22,12 +22,15 @@ from tests.distributed.models import ModelSpec
 from tests.distributed.quantized_job import set_types
 from tests.distributed.quantized_oracle import HALF, equal, equal_rows, step_bound
 from torchrec_checknrun import Follower, verify
+from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.errors import CheckNRunError
-from torchrec_checknrun.root.chain import resolve
+from torchrec_checknrun.restore.chunks import read_content
+from torchrec_checknrun.root.chain import Chain, resolve
 from torchrec_checknrun.serve.publish import publish
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.diff import compare
 from torchrec_checknrun.tools.export import export_dcp, export_safetensors
+from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 
 WIDTHS = {"fp32": None, "int8": torch.qint8, "int4": torch.quint4x2, "int2": torch.quint2x4}
 
@@ -127,6 +130,41 @@ class Looks:
                     array = (got.float() if got.dtype == torch.bfloat16 else got).numpy()
                     if not equal(array, wanted):
                         problems.append(f"{what} {path}: {array.dtype}, not the restored bits")
+            problems += self._fused(folder, chain, f"{target}/fused", first)
+            problems += self._read(chain, first)
+        return problems
+
+    def _fused(
+        self, folder: Folder, chain: Chain, target: str, first: dict[str, np.ndarray]
+    ) -> list[str]:
+        """Export rows as stored, and as inference has them; decode the first."""
+        problems = []
+        export_safetensors(folder, chain, f"{target}-inference", rows="fused", layout="inference")
+        done = export_safetensors(folder, chain, target, rows="fused")
+        for place, path in enumerate(self._names(chain.head.id)):
+            loaded, wanted = load_file(f"{target}/{path}.safetensors"), first[f"w{place}"]
+            exact = self._dtype(path, chain.head.id) == torch.float32
+            if not done.tables[path].startswith("fused") or "weight" not in loaded or not exact:
+                continue
+            found = torch.empty(wanted.shape)
+            codec = Rowwise(int(done.tables[path].split()[1]))
+            codec.decode(loaded["weight"].view(-1), {}, len(found), 0, found)
+            found[loaded["exceptions.rows"]] = loaded["exceptions.weight"]
+            if not equal(found.numpy(), wanted):
+                problems.append(f"fused {path}: not the restored bits")
+        return problems
+
+    def _read(self, chain: Chain, first: dict[str, np.ndarray]) -> list[str]:
+        """Read some rows by their ids, as ``checknrun cat`` does."""
+        problems = []
+        content, cache = read_content(Folder(self.root), chain), ChunkCache(Folder(self.root))
+        for place, path in enumerate(self._names(chain.head.id)):
+            wanted = first[f"w{place}"]
+            ids = sorted(self.draw.sample(range(len(wanted)), 9))
+            got = TableReader(content, path, cache).rows(ids).weight
+            array = (got.float() if got.dtype == torch.bfloat16 else got).numpy()
+            if not equal(array, np.ascontiguousarray(wanted[ids])):
+                problems.append(f"cat {path}: {ids} are not the restored rows")
         return problems
 
     def _dtype(self, key: str, checkpoint: str) -> torch.dtype:
