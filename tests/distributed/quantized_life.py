@@ -194,9 +194,12 @@ class Living:
     def _tables(self) -> list[tuple[str, TableSpec]]:
         return list(table_names(self.job.spec).values())
 
-    def _bits(self, checkpoint: str) -> Any:
+    def _bits(self, checkpoint: str) -> list[int | None]:
+        """Return the fewest bits of each table's rows, by the manifest; None without rows."""
         document = json.loads((self.root / checkpoint / "manifest.json").read_bytes())
-        return document["manifest"].get("bits")
+        tables = document["manifest"]["tables"]
+        of = [tables[name]["codecs"] for name in table_names(self.job.spec)]
+        return [min((c["bits"] for c in codecs if "bits" in c), default=None) for codecs in of]
 
     def _put_aside(self, state: State, report: Any) -> None:
         if report.kind == "full":

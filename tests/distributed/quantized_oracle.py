@@ -103,7 +103,9 @@ def problems_of(
             kept = ~touched[key]
         choice = choice_of(meta["quantization"], meta["names"][place], table.rows)
         came_widths, went = meta["widths"][place], layout.widths(name, table.dim)
-        bits = meta["bits"] if choice.get("bits") == "auto" else choice.get("bits")
+        bits = choice.get("bits")
+        if bits == "auto":
+            bits = meta["bits"][place] or 2
         sums = None if spec.fused == "sgd" else states.get("momentum2", states.get("momentum1"))
         half = HALF[meta["dtypes"][place]]
         wrong = wrong_rows(found[key], live[key], sums, choice, bits, kept, came_widths, half)

@@ -16,6 +16,10 @@ from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.quantized_life import live
 from tests.distributed.quantized_looks import Looks
 from tests.distributed.worker_pool import WorkerPool
+from torchrec_checknrun import Retention
+from torchrec_checknrun.root.prune import prune
+from torchrec_checknrun.root.retention import pin
+from torchrec_checknrun.store.folder import Folder
 
 Workers = Callable[[int], WorkerPool]
 
@@ -228,6 +232,9 @@ def run(workers: Workers, seed: int, folder: Path, lives: int = 4, say: Any = No
             seen[name] += found[0]["counts"][name]
         seen["saves"] += len(found[0]["done"])
         seen["lives"] += 1
+        if not problems and draw.random() < 0.25:
+            pin_and_prune(draw, root)
+            seen["pruned"] += 1
         if not problems:
             problems += look_elsewhere(workers, draw, where, spec, seen, renamed or None)
         if not problems:
@@ -235,6 +242,13 @@ def run(workers: Workers, seed: int, folder: Path, lives: int = 4, say: Any = No
         assert not problems, context + "\n" + "\n".join(problems[:12])
     seen["sequences"] += 1
     return seen
+
+
+def pin_and_prune(draw: random.Random, root: Path) -> None:
+    """Keep one checkpoint by a pin, and the newest; delete what neither needs."""
+    folder = Folder(root)
+    pin(folder, draw.choice(sorted(p.parent.name for p in root.glob("*/manifest.json"))))
+    prune(folder, Retention(1))
 
 
 def look_elsewhere(
