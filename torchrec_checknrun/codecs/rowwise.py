@@ -62,8 +62,9 @@ class Rowwise(Codec):
     Error of an element, asymmetric and symmetric: at most half a step, ``range / (2**bits - 1) /
     2``, plus the rounding of scale and bias (fp32 and 1e-8 at 8 bits, otherwise fp16). Greedy and
     adaptive: a row's l2 error is at most the asymmetric one. Encoding decoded rows gives the same
-    values again; but for blocks of rows around 1e-5, which are scaled in one pass and perhaps not
-    in the next: there scale and bias may be rounded once more.
+    values again; but for a last bit at 8 bits (of fp32) and of rows in fp16 or bf16 (their own),
+    and for blocks of rows around 1e-5, which are scaled in one pass and perhaps not in the next:
+    there scale and bias may be rounded once more.
 
     Args:
         bits: width of a code.

@@ -6,7 +6,7 @@ that a sharded tensor can be compared with a plain one, and each restored into t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,35 @@ def with_blocks(tree: Tree, name: str, saved: SavedBlocks) -> Tree:
             if isinstance(place, dict):
                 place[path[-1]] = next(iter(pieces.values()))
     return _with(tree, added) if added else tree
+
+
+def with_names(tree: Tree, renamed: Mapping[str, str]) -> Tree:
+    """Return an optimizer's tree with the model's names of renamed tables, as keys of state and in
+    parameter groups.
+
+    Args:
+        tree: the stored tree, not changed.
+        renamed: the model's table by the saved one.
+    """
+    longest_first = sorted(renamed.items(), key=lambda names: -len(names[0]))
+
+    def named(text: Any) -> Any:
+        for old, new in longest_first if isinstance(text, str) else ():
+            if f".{text}".endswith(f".{old}.weight"):
+                return f"{text.removesuffix(f'{old}.weight')}{new}.weight"
+        return text
+
+    def renewed(node: Tree) -> Tree:
+        found = dict(node)
+        if "d" in node:
+            found["d"] = [[named(key), renewed(value)] for key, value in node["d"]]
+        for kind in node.keys() & {"l", "t"}:
+            found[kind] = [renewed(value) for value in node[kind]]
+        if "v" in node:
+            found["v"] = named(node["v"])
+        return found
+
+    return renewed(tree)
 
 
 def tensor_paths(tree: Tree, path: Path) -> Iterator[Path]:

@@ -59,7 +59,7 @@ class Conversion:
         pointwise = {}
         for name, state in rows.optimizer.items():
             if self._shard.optimizer[name].dim() == 1:
-                mean = state if state.dim() == 1 else state[:, source].mean(dim=1)
+                mean = state if state.dim() == 1 else state[:, source].double().mean(dim=1)
                 self._collect(name, columns, rows.ids, mean)
                 self._approximated |= state.dim() == 1 and columns != (
                     stored.col_start,
@@ -82,8 +82,11 @@ class Conversion:
         own = self._shard.rectangle
         for name, parts in self._parts.items():
             joined = torch.zeros(own.rows, dtype=torch.float64, device="cpu")
-            for (start, stop), values in parts.items():
-                joined.add_(values, alpha=(stop - start) / own.cols)
+            # Column by column, in whatever order they came, and divided once: the same bits on any
+            # ranks, also where a mean lies in the middle of two numbers.
+            for (start, stop), values in sorted(parts.items(), key=lambda part: part[0]):
+                joined.add_(values, alpha=stop - start)
+            joined.div_(own.cols)
             target = self._shard.optimizer[name]  # new rows of a table that grew are not written
             target.copy_(torch.where(self._restored.to(target.device), joined.to(target), target))
         if self._shard.optimizer and self._approximated:

@@ -198,11 +198,17 @@ class ChainRestore:
             SavedStates.of(content), self._state_dict, self._saved_blocks, self._fit, self._owners
         )
         restored = self._rows.states if self._fit.optimizer else {}
-        self._states.fit_optimizers({table: restored.get(table) for table in self._tables})
+        self._states.fit_optimizers(
+            {table: restored.get(table) for table in self._tables}, self._renamed
+        )
         self._states.split_buffers()
         if self._tracked is not None:
             self._tracked.flush()
             self._shards = [shard.local for shard in self._tracked.shards]
+
+    @property
+    def _renamed(self) -> dict[str, str]:
+        return {old: new for old, new in self._targets.items() if old != new}
 
     def _plan_blocks(self, stored: StoredTables) -> list[str]:
         """Check the head's sharded tensors against the local ones; return the keys of the chunks
@@ -222,7 +228,7 @@ class ChainRestore:
         self._collisions = CollisionRestore(
             self._tracked.collisions if self._tracked is not None else None
         )
-        check_names(wanted, {old: new for old, new in self._targets.items() if old != new})
+        check_names(wanted, self._renamed)
         keys = self._blocks.plan(where, self._state_dict, sharded, self._owners.objects)
         head = self._content.chunks[-1]
         modules = {c.key: c.entry for c in head if isinstance(c.entry, CollisionsEntry)}

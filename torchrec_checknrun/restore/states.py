@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -28,7 +30,12 @@ from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, write_whole
 from torchrec_checknrun.restore.blocks import SavedBlocks
 from torchrec_checknrun.restore.chunks import ChainContent
-from torchrec_checknrun.restore.content_tree import conversions, tensor_paths, with_blocks
+from torchrec_checknrun.restore.content_tree import (
+    conversions,
+    tensor_paths,
+    with_blocks,
+    with_names,
+)
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.model_loading import of_fixed_shape, require_taken
 from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
@@ -36,6 +43,7 @@ from torchrec_checknrun.values.state import Tree, is_sharded, tree_items
 
 logger = logging.getLogger(__name__)
 
+_NONE: Mapping[str, str] = MappingProxyType({})
 Merge = Callable[[list[Any]], Any]
 """Makes one rank's state from the saved states of all ranks (in rank order), for another number of
 ranks.
@@ -147,7 +155,7 @@ class StateRestore:
         self._rank, self._world = 0, 1
         if dist.is_initialized():
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._chunks = states.chunks
+        self._chunks = dict(states.chunks)
         self._model_content: dict[str, Any] | None = None
         self._read: dict[str, list[Any]] = {}
         self._by_blocks: frozenset[int] = frozenset()
@@ -155,26 +163,33 @@ class StateRestore:
         self._stored = StoredTables((), ())
         self.skipped: list[str] = []
 
-    def fit_optimizers(self, tables: Mapping[str, RowForms | None]) -> None:
+    def fit_optimizers(
+        self, tables: Mapping[str, RowForms | None], renamed: Mapping[str, str] = _NONE
+    ) -> None:
         """Fit the dense optimizers' live state to the checkpoint; see ``DenseStates.fit``.
 
         Args:
             tables: the optimizer states that are restored with rows, by the model's table; None: no
                 rows are restored.
+            renamed: the model's table by the saved one, where they differ.
 
         Raises:
             IncompatibleCheckpoint: an optimizer doesn't fit, or was saved by each of other ranks.
         """
         if self._optimizers is None:
             return
-        trees = {}
+        for name, trees in self._chunks.items() if renamed else ():
+            if name in self._optimizers:
+                named = {r: (key, with_names(t, renamed)) for r, (key, t) in trees.items()}
+                self._chunks[name] = named
+        found = {}
         for name, by_rank in self._chunks.items():
             if name in self._optimizers and name in self._head.per_rank:
                 self._saved_ranks(name)
             _, tree = by_rank.get(None) or by_rank.get(self._rank) or next(iter(by_rank.values()))
-            trees[name] = with_blocks(tree, name, self._saved)
+            found[name] = with_blocks(tree, name, self._saved)
         resized = self._head.world_size != self._world
-        self._state_dict.update(self._optimizers.fit(trees, tables, self._fit.strict, resized))
+        self._state_dict.update(self._optimizers.fit(found, tables, self._fit.strict, resized))
 
     def split_buffers(self) -> None:
         """Move the buffers that were saved per rank from the model's state dict to one of their
@@ -252,7 +267,8 @@ class StateRestore:
         Args:
             dry_run: decode the chunk, but change nothing.
         """
-        value = decode_state_chunk(entry, payload)
+        _, tree = self._chunks[entry.name][entry.rank]  # of an optimizer: with the model's names
+        value = decode_state_chunk(replace(entry, tree=tree), payload)
         if not dry_run:
             self.put(entry.name, value)
 

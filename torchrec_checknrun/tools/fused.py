@@ -29,6 +29,8 @@ _INFERENCE = (2, 4, 8)
 """Widths of inference tables."""
 _SCALE_BYTES = 4
 """Bytes of an inference row's scale and bias."""
+_WORD_BITS = 16
+"""FBGEMM has scale and bias of an inference row begin at such a word's address."""
 _BLOCK = 1 << 16
 """Rows that are laid out at a time."""
 
@@ -76,8 +78,9 @@ def inference_rows(
     """Lay a table's rows out as TorchRec's inference tables hold them, but for the padding: scale
     and bias in fp16, then the codes.
 
-    Rows of 4 and 2 bits have the codes that are stored; those of 8 bits are quantized again, since
-    their scale is stored in fp32.
+    Rows of 4 and 2 bits have the codes that are stored; quantized again are those of 8 bits, since
+    their scale is stored in fp32, and those of the symmetric method, which don't reach the ends of
+    their range.
 
     Args:
         weight: the restored table, ``(rows, dim)``.
@@ -90,7 +93,11 @@ def inference_rows(
         return FusedRows(stored)
     if codec.bits not in _INFERENCE:
         return FusedRows(f"full: rows are stored in {codec.bits} bits, a width of no inference")
-    codes = weight.shape[1] * codec.bits // 8
+    dim = weight.shape[1]
+    if dim * codec.bits % _WORD_BITS:
+        words = f"{_WORD_BITS}-bit words, as rows of inference must"
+        return FusedRows(f"full: {dim} columns of {codec.bits} bits don't fill {words}")
+    codes = dim * codec.bits // 8
     laid = scratch_tensor(scratch, (len(weight), codes + _SCALE_BYTES), torch.uint8)
     for start in range(0, len(weight), _BLOCK):
         block = weight[start : start + _BLOCK].to(torch.float32)

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.unit import chains
 from tests.unit.chains import (
     CODECS,
     DIM,
@@ -170,6 +171,21 @@ def test_fused_rows_are_fbgemms(tmp_path: Path) -> None:
     plain = np.setdiff1d(np.arange(90), loaded["exceptions.rows"].numpy())
     torch.testing.assert_close(values[plain], wanted.weight[plain])
     assert same_bits(loaded["momentum1"], wanted.optimizer["momentum1"])
+
+
+@pytest.mark.parametrize(("dim", "bits"), [(12, 2), (6, 4)])
+def test_rows_that_inference_tables_do_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int, bits: int
+) -> None:
+    """Write a table in full whose rows FBGEMM refuses."""
+    pytest.importorskip("fbgemm_gpu")
+    monkeypatch.setattr(chains, "DIM", dim)
+    root = chain_in(Rowwise(bits), ((0, dim),))
+    chain = resolve(root, newest_id(root))
+    done = export_safetensors(root, chain, tmp_path, rows="fused", layout="inference")
+    why = f"full: {dim} columns of {bits} bits don't fill 16-bit words, as rows of inference must"
+    assert done.tables == {TABLE: why}
+    assert load_file(tmp_path / f"{TABLE}.safetensors")["weight"].shape == (90, dim)
 
 
 @pytest.mark.parametrize(
