@@ -137,9 +137,9 @@ def falls_back(
 @pytest.mark.parametrize(
     ("ranks", "how"),
     some_of(
-        [(2, how) for how in (*FOUND_BEFORE, *FOUND_WHEN_READ)]
+        [(2, how) for how in (*FOUND_BEFORE, *FOUND_WHEN_READ) if how != "format"]
         + [(1, how) for how in FOUND_WHEN_READ],
-        *(0, 4, 9, 11),
+        *(0, 3, 8, 10),
     ),
 )
 def test_falls_back_to_the_newest_whole_chain(
@@ -153,6 +153,14 @@ def test_falls_back_to_the_newest_whole_chain(
     # OneShot goes on from the baseline of what was restored; the damaged one is of no lineage.
     assert chain[0] == names[0]
     assert names[2] not in chain
+
+
+def test_a_newer_format_is_not_passed_over(workers: Workers, made: Made, tmp_path: Path) -> None:
+    names = made(tmp_path)
+    damage(tmp_path / "root" / names[2], "format")
+    workers(2).run(
+        restore_is_refused, **where(tmp_path), error="UnsupportedFormat", match=names[2], name=None
+    )
 
 
 @pytest.mark.parametrize("how", some_of(["manifest", "index", *FOUND_WHEN_READ], 0, 3))
