@@ -303,20 +303,3 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     with follower.read() as (model, _), torch.no_grad():
         assert torch.equal(model.get_submodule("_orig_mod")(batch(1)), wanted(batch(1)))
     job.saver.close()
-
-
-@pytest.mark.parametrize("copies", [1, 2])
-def test_what_modules_compute_as_they_load_follows(tmp_path: Path, copies: int) -> None:
-    def compute(layer: Any, *_: object) -> None:
-        layer.norm = float(layer.weight.detach().norm())
-
-    job = Job(tmp_path)
-    model: Any = Net().eval()
-    model.over.register_load_state_dict_post_hook(compute)
-    with Follower(str(tmp_path), model, copies=copies) as follower:
-        for seed in range(3):
-            job.train(seed)
-            job.save()
-            assert follower.poll() is not None
-            with follower.read() as (served, _):
-                assert served.over.norm == float(job.model.module.over.weight.detach().norm())
