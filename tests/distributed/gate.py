@@ -67,7 +67,7 @@ class Passage:
 
     def wait_for_end(self) -> None:
         assert self.save is not None
-        assert self.save.wait(PATIENCE), "the save does not end"
+        assert self.save.known.wait(PATIENCE), "the save does not end"
 
 
 class Gate:

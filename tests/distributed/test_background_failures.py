@@ -44,7 +44,7 @@ def fail_and_go_on(root: str, plan: Plan, when: str, ends: str) -> list[Any]:
         deadline = time.monotonic() + 90
         running = saver._saver.running
         assert running is not None
-        assert running.wait(deadline - time.monotonic())
+        assert running.known.wait(deadline - time.monotonic())
     job.train()
     try:
         getattr(saver, ends)()

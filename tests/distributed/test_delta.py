@@ -226,7 +226,7 @@ def unknown_outcome(root: str, target: dict[str, Any], into: str) -> list[str]:
             saver.save(wait=False)
             running = saver._saver.running
             assert running is not None
-            running.wait()
+            running.known.wait()
             if number in (2, 3) and dist.get_rank() == number - 2:
                 running._error, running._manifest = SaveFailed("says the test"), None
             try:

@@ -274,7 +274,7 @@ def unwatched(root: str, plan: dict[str, str], leave: list[int]) -> list[str]:
                 raise ValueError("of the user")
         job.zoo.train(2)
         chunks.go.set()
-        assert save.wait(60)
+        assert save.known.wait(60)
         failed: CheckNRunError | None = None
         try:
             name = save.result().id

@@ -31,7 +31,8 @@ def await_save(save: Save, seconds: float | None = None) -> None:
     """
     limit = (save.patience.timeout_seconds if seconds is None else seconds) * (1 + _MARGIN) + 1
     started = time.monotonic()
-    while not save.wait(_LOOK_SECONDS):
+    known = save.known
+    while not known.wait(_LOOK_SECONDS):
         silent = time.monotonic() - max(started, save.patience.heard)
         if silent > limit:
             save.give_up(_given_up(save, silent), force=silent > 2 * limit)
@@ -44,7 +45,8 @@ def await_at_exit(save: Save) -> None:
     """
     limit = min(EXIT_SECONDS, save.patience.timeout_seconds)
     started = time.monotonic()
-    while not save.wait(_LOOK_SECONDS):
+    known = save.known
+    while not known.wait(_LOOK_SECONDS):
         silence, _ = longest_silence()
         seconds = min(silence, time.monotonic() - started)
         if seconds > limit:

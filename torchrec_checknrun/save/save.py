@@ -75,9 +75,10 @@ class Save:
         """Return True once the outcome is known on this rank."""
         return self._done.is_set()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the outcome, at most for a number of seconds; return whether it is known."""
-        return self._done.wait(seconds)
+    @property
+    def known(self) -> threading.Event:
+        """Return the event of the outcome, which is set once that is known on this rank."""
+        return self._done
 
     def leave(self) -> None:
         """Join the thread of a save that is ``done``: an interpreter that exits while a thread

@@ -113,7 +113,7 @@ def test_the_end_is_saved_though_the_one_before_failed(
             patch.setattr(background, "write_rank_file", fail)
             saver.save(wait=False)
             assert saver._saver.running is not None
-            saver._saver.running.wait()
+            saver._saver.running.known.wait()
         wanted = gather(job)
     assert restored(tmp_path, wanted) == []
 

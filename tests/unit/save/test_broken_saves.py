@@ -69,7 +69,7 @@ def save_in_time(saver: Checkpointer) -> None:
     saver.save(wait=False)
     running = saver._saver.running
     assert running is not None
-    assert running.wait(_PATIENCE_SECONDS)
+    assert running.known.wait(_PATIENCE_SECONDS)
 
 
 def save_and_wait(saver: Checkpointer) -> None:

@@ -57,7 +57,7 @@ def test_a_due_checkpoint_waits_for_no_more_than_the_publication_on_its_way(
         go.set()
         running = publisher(job)._running
         assert running is not None
-        assert running.wait(60)
+        assert running.known.wait(60)
         job.train(4)
     report = job.saver.wait()
     assert report is not None
