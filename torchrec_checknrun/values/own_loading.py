@@ -67,8 +67,8 @@ def takes_shapes(owners: Mapping[str, nn.Module], name: str) -> bool:
         return False
     kind = type(module)
     if last == EXTRA_STATE:
-        return not _is_librarys(kind.set_extra_state)
-    return not all(map(_is_librarys, (kind._load_from_state_dict, *_pre_hooks(module))))
+        return not _adds_nothing(kind.set_extra_state)
+    return not all(map(_adds_nothing, (kind._load_from_state_dict, *_pre_hooks(module))))
 
 
 def _held(module: nn.Module, memory: frozenset[int] | None) -> dict[str, object]:
@@ -86,7 +86,7 @@ def _deriving(module: nn.Module) -> Iterator[nn.Module]:
     loading = type(module)._load_from_state_dict
     hooks = (*_pre_hooks(module), *module._load_state_dict_post_hooks.values())
     own = (loading, type(module).set_extra_state, *hooks)
-    if loading.__module__ in _DERIVING or not all(map(_is_librarys, own)):
+    if loading.__module__ in _DERIVING or not all(map(_adds_nothing, own)):
         yield module
         return
     for child in module.children():
@@ -96,16 +96,17 @@ def _deriving(module: nn.Module) -> Iterator[nn.Module]:
 def _loads_plainly(module: nn.Module) -> bool:
     kind = type(module)
     loads = (kind._load_from_state_dict, kind.set_extra_state, *_pre_hooks(module))
-    return not _loads_own_way(module) and all(map(_is_librarys, loads))
+    return not _loads_own_way(module) and all(map(_adds_nothing, loads))
 
 
 def _loads_own_way(module: nn.Module) -> bool:
-    return "load_state_dict" in vars(module) or not _is_librarys(type(module).load_state_dict)
+    return "load_state_dict" in vars(module) or not _adds_nothing(type(module).load_state_dict)
 
 
 def _pre_hooks(module: nn.Module) -> Iterator[object]:
     return (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
 
 
-def _is_librarys(function: object) -> bool:
+def _adds_nothing(function: object) -> bool:
+    """Return whether a method or hook of loading is of a package that only copies values."""
     return str(getattr(function, "__module__", "")).startswith(_LIBRARIES)
