@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -327,8 +328,9 @@ def _wait(
     Raises:
         ReadersStay: they don't, or the follower is closed.
     """
-    waited = 0.0
+    began = time.monotonic()
     while not met():
+        waited = time.monotonic() - began  # whoever else leaves ends a pause early
         if closing() or waited >= seconds:
             which = "the first model" if version is None else version.checkpoint_id
             raise ReadersStay(
@@ -336,4 +338,3 @@ def _wait(
                 "`with follower.read()` after each prediction"
             )
         condition.wait(min(_SLICE_SECONDS, seconds - waited))
-        waited += _SLICE_SECONDS
