@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,40 @@ def read_fails_on_one_rank(root: str, spec: dict[str, Any], plan: Plan, names: l
 def test_reading_fails_on_one_rank(workers: Workers, made: Made, tmp_path: Path) -> None:
     names = made(tmp_path)
     workers(2).run(read_fails_on_one_rank, **where(tmp_path), names=names)
+
+
+def storage_is_lost_midway(root: str, spec: dict[str, Any], plan: Plan, newest: str) -> None:
+    """Answer with errors from the newest checkpoint's chunks on, also to who looks for another."""
+    read_chunk, names, lost = chunks.read_chunk, filesystem.Folder.names, False
+
+    def failing(folder: filesystem.Folder, chunk: StoredChunk, *memory: Any) -> memoryview:
+        nonlocal lost
+        lost = lost or chunk.checkpoint == newest
+        if lost and dist.get_rank() == 1:
+            raise OSError("connection reset")
+        return read_chunk(folder, chunk, *memory)
+
+    def unlisted(folder: filesystem.Folder) -> list[str]:
+        if lost:
+            raise errors.StorageFailed(errno.EIO, "nothing can be listed, says the test")
+        return names(folder)
+
+    job = build(spec, plan, seed=5)
+    with checkpointer(root, job) as saver:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunks, "read_chunk", failing)
+            patch.setattr(filesystem.Folder, "names", unlisted)
+            with pytest.raises(errors.ModelPartlyRestored, match="nothing can be listed"):
+                saver.restore()
+        for act in (saver.step, saver.save):
+            with pytest.raises(errors.ModelPartlyRestored):
+                act()
+
+
+def test_no_other_chain_can_be_looked_for(workers: Workers, made: Made, tmp_path: Path) -> None:
+    """Refuse to train on and save what is half of one checkpoint."""
+    names = made(tmp_path)
+    workers(2).run(storage_is_lost_midway, **where(tmp_path), newest=names[2])
 
 
 class Stubborn(Note):

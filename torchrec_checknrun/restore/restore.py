@@ -115,6 +115,20 @@ def restore(
         CheckNRunError: see ``Checkpointer.restore``; the same error on all ranks.
     """
     attempts = _Attempts(root, target, ranks, checkpoint)
+    try:
+        return _restore(attempts, checkpoint, verify_all)
+    except ModelPartlyRestored:
+        raise
+    except (CheckNRunError, OSError) as error:
+        if not attempts.changed:
+            raise
+        raise ModelPartlyRestored(
+            f"a restore failed half-way: {error}. The model is no longer one state: restore "
+            "another checkpoint, or start again"
+        ) from error
+
+
+def _restore(attempts: _Attempts, checkpoint: str | None, verify_all: bool) -> Restored | None:
     while (chain := attempts.next_chain()) is not None:
         try:
             live = attempts.load(chain, verify_all)
@@ -125,15 +139,6 @@ def restore(
             if checkpoint is None and not tells_nothing(error):
                 attempts.pass_over(chain, error)
                 continue
-            if attempts.changed:
-                raise ModelPartlyRestored(
-                    f"{chain.head.id} failed half-way: {error}. The model is no longer one "
-                    "state: restore another checkpoint, or start again"
-                ) from error
-            raise
-        except CheckNRunError as error:
-            if attempts.changed:
-                raise ModelPartlyRestored(str(error)) from error
             raise
         return attempts.finish(chain, live)
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored
+from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, ModelPartlyRestored
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.recovery.missing_root import protect_existing, start_fresh
@@ -147,10 +147,16 @@ class Restoring:
                 self.saver.writer.keep(found.unread)
                 # ``found`` speaks of the shards as they are now.
                 self.target.tracked.converted = False
+                self.survival.half_way = False
+            elif self.survival.half_way:
+                raise CheckpointNotFound("no checkpoint is left")
         except BaseException as error:
-            if isinstance(error, ModelPartlyRestored) or not isinstance(
-                error, (CheckNRunError, OSError)
-            ):
+            known = isinstance(error, (CheckNRunError, OSError))
+            if isinstance(error, ModelPartlyRestored) or not known or self.survival.half_way:
                 self.partly_restored = str(error)
+            if known and self.survival.half_way:
+                raise ModelPartlyRestored(
+                    f"going back by images failed half-way, and then the restore: {error}"
+                ) from error
             raise
         return found
