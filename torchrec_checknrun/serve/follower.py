@@ -202,16 +202,16 @@ class Follower:
                 "start() needs an interval: Follower(..., interval_seconds=1), or call poll()"
             )
         if self._thread is None:
-            self._closing.clear()
+            self._closing = threading.Event()  # a thread before may still have to see its own
             self._thread = start_looking(self, self._closing, self._interval)
 
     def close(self) -> None:
         """Stop the thread, if any; the version that is served stays."""
         self._closing.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
             with self._pace.hurried():
-                self._thread.join(self._seconds)
-            self._thread = None
+                thread.join(self._seconds)
 
     def __enter__(self) -> Follower:
         if self._interval is not None:
