@@ -78,10 +78,12 @@ class Lineage:
         return len(self.chain)
 
     def ancestors(self, parent: Link | None) -> tuple[str, ...]:
-        """Return the ids of what a checkpoint with this parent builds on, oldest first."""
+        """Return the ids of what a checkpoint with this parent builds on, oldest first; none where
+        this rank has given the parent up, which rank 0 has committed.
+        """
         by_id = {manifest.id: manifest for manifest in self.history}
         found: list[str] = []
-        manifest = None if parent is None else by_id[parent.id]
+        manifest = None if parent is None else by_id.get(parent.id)
         while manifest is not None:
             found.append(manifest.id)
             manifest = parent_among(manifest, by_id)
