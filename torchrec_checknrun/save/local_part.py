@@ -20,6 +20,7 @@ from torchrec_checknrun.save.plan import PlanSummary, Prepared
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.snapshot.items import Item, RowsItem, fingerprint
+from torchrec_checknrun.snapshot.late_copies import LateCopies
 from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.threads import ReadyThread
 
@@ -36,6 +37,8 @@ class LocalPart:
         """Adds surveys of these rows."""
         self.kept: object = None
         """Freed behind training: to free tensors lets the background have the interpreter."""
+        self.late: LateCopies | None = None
+        """Ended with this part, however early that fails."""
         self.ready_copier: ReadyThread | None = None
         self._copier: threading.Thread | None = None
         self._save = save
@@ -58,9 +61,9 @@ class LocalPart:
         self._save.end_protection()
         if self._copier is not None:
             self._copier.join()
-        if self.staging is not None and self.staging.late is not None:
-            self.staging.late.end()
-            self._save.progress.protection.seconds += self.staging.late.seconds
+        if self.late is not None:
+            self.late.end()
+            self._save.progress.protection.seconds += self.late.seconds
         rows, self._save.rows, self.kept, self.summarize = self._save.rows, None, None, None
         if rows is not None:
             rows.release()
