@@ -33,6 +33,7 @@ from torchrec_checknrun import errors
 from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.restore import chunks
+from torchrec_checknrun.run import restoring
 from torchrec_checknrun.store import folder as filesystem
 
 FOUND_BEFORE = [
@@ -366,3 +367,28 @@ def state_refuses(root: str, spec: dict[str, Any], plan: Plan) -> None:
 
 def test_state_object_refuses_its_content(workers: Workers, tmp_path: Path) -> None:
     workers(2).run(state_refuses, **where(tmp_path))
+
+
+def initialization_fails(root: str, spec: dict[str, Any], plan: Plan) -> None:
+    """Fail to make up for the initial values that rank 1's model was built without."""
+
+    def fail(model: object) -> list[str]:
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory for initial values, says the test")
+        return []
+
+    job = build(spec, plan)
+    with checkpointer(root, job, timeout_seconds=20.0) as saver:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(restoring, "initialize_skipped", fail)
+            patch.setattr(saver._restoring, "_uninitialized", "its tables hold no values")
+            with pytest.raises(MemoryError, match="says the test"):
+                saver.restore()
+            with pytest.raises(errors.ModelPartlyRestored, match="no values"):
+                saver.step()
+        save(saver)
+
+
+def test_initial_values_fail_on_one_rank(workers: Workers, tmp_path: Path) -> None:
+    """Tell the other ranks, which would wait."""
+    workers(2).run(initialization_fails, **where(tmp_path))

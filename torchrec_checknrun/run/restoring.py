@@ -95,11 +95,13 @@ class Restoring:
         Returns:
             The tables that the program has written a part of before, which is lost.
         """
-        lost: list[str] = []
-        if self._uninitialized is not None:
-            lost = initialize_skipped(self.options.model)
-            self._uninitialized = None
-        return sorted(set().union(*self.ranks.gather(lost)))
+
+        def initialize() -> list[str]:
+            return [] if self._uninitialized is None else initialize_skipped(self.options.model)
+
+        lost = self.ranks.on_all_ranks(initialize)
+        self._uninitialized = None
+        return sorted(set().union(*lost))
 
     def _require_whole_tables(self, lost: list[str]) -> None:
         """Refuse a fresh start that has lost what the program wrote to a part of tables.
