@@ -8,14 +8,25 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.models import Plan
+from tests.distributed.models import Plan, uniform_plan
 from tests.distributed.reader30 import read_rows
-from tests.distributed.small_job import Note, Workers, build, checkpointer, is_at, keep, save, where
+from tests.distributed.small_job import (
+    SPEC,
+    Note,
+    Workers,
+    build,
+    checkpointer,
+    is_at,
+    keep,
+    save,
+    where,
+)
 from tests.distributed.states import gather, row_bytes, scramble
 from tests.examples import some_of
 from torchrec_checknrun import Consecutive, errors
 from torchrec_checknrun.format import rank_file
 from torchrec_checknrun.root.policy import Decision
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 from torchrec_checknrun.store import folder
 
 
@@ -130,3 +141,34 @@ def root_is_a_file(root: str, spec: dict[str, Any], plan: Plan) -> None:
 def test_root_is_a_file(workers: Workers, tmp_path: Path) -> None:
     (tmp_path / "root").write_text("not a folder")
     workers(2).run(root_is_a_file, **where(tmp_path))
+
+
+def uniting_fails(root: str, spec: dict[str, Any], plan: Plan) -> None:
+    """Fail on rank 1 to look up the modified rows of data-parallel tables, which ranks unite."""
+    job = build(spec, plan)
+    with checkpointer(root, job, policy=Consecutive(), timeout_seconds=60.0) as saver:
+        job.train()
+        baseline = save(saver)
+        job.train()
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(ShardSnapshot, "own_rows", no_memory)
+            with pytest.raises(errors.SaveFailed, match="no memory for rows, says the test"):
+                saver.save()
+        name = save(saver)
+        keep(job, root, name)
+        scramble(job)
+        report = saver.restore()
+        assert report is not None
+        assert report.chain == (baseline, name)
+        assert is_at(job, root, name)
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError("no memory for rows, says the test")
+
+
+def test_uniting_rows_fails_on_one_rank(workers: Workers, tmp_path: Path) -> None:
+    """Tell the other ranks, which would wait."""
+    place = {**where(tmp_path), "plan": uniform_plan(SPEC, "data_parallel", 2)}
+    workers(2).run(uniting_fails, **place)

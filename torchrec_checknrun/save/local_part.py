@@ -21,6 +21,7 @@ from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.snapshot.items import Item, RowsItem, fingerprint
 from torchrec_checknrun.snapshot.late_copies import LateCopies
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.threads import ReadyThread
 
@@ -81,14 +82,18 @@ class LocalPart:
 
     def unite(self, ranks: Ranks) -> None:
         """Unite the ranks' marks of data-parallel tables; a collective, even if a rank failed."""
-        replicas = []
+        known: list[tuple[ShardSnapshot, torch.Tensor]] = []
+        united = torch.empty(0, dtype=torch.uint8)
         if self._failure is None:
             assert self.staging is not None
-            replicas = [s for s in self.staging.later if s.copies is None]
-        known = [(s, own) for s in replicas if (own := s.own_rows()) is not None]
+            try:
+                replicas = [s for s in self.staging.later if s.copies is None]
+                known = [(s, own) for s in replicas if (own := s.own_rows()) is not None]
+                united = torch.cat([united, *(own for _, own in known)])
+            except Exception as error:
+                self.fail(error)
         if not all(ranks.gather(self._failure is None)) or not known:
             return
-        united = torch.cat([own for _, own in known])
         dist.all_reduce(united, op=dist.ReduceOp.BOR, group=ranks.group)
         for (snapshot, _), rows in zip(
             known, united.split([len(own) for _, own in known]), strict=True
