@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, ModelPartlyRestored
 from torchrec_checknrun.options.options import Options
@@ -95,10 +97,9 @@ class Restoring:
         Returns:
             The tables that the program has written a part of before, which is lost.
         """
-
-        def initialize() -> list[str]:
-            return [] if self._uninitialized is None else initialize_skipped(self.options.model)
-
+        initialize: Callable[[], list[str]] = list
+        if self._uninitialized is not None:
+            initialize = partial(initialize_skipped, self.options.model)
         lost = self.ranks.on_all_ranks(initialize)
         self._uninitialized = None
         return sorted(set().union(*lost))

@@ -343,8 +343,6 @@ class Background:
                 after_commit,
                 to.root,
             )
-            if save.rows is not None:
-                save.rows.make_ready()
             plan.make_late_copies()
             if unite:
                 plan.unite(self._ranks)

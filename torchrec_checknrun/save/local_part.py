@@ -70,11 +70,15 @@ class LocalPart:
             rows.release()
 
     def make_late_copies(self) -> None:
-        """Copy what an optimizer's step would else have to copy; the background's first work."""
+        """Get ready to copy rows, and copy what an optimizer's step would else have to copy; the
+        background's first work.
+        """
         if self._failure is not None:
             return
         assert self.staging is not None
         try:
+            if self._save.rows is not None:
+                self._save.rows.make_ready()
             if self.staging.late is not None:
                 self.staging.late.make()
         except Exception as error:
