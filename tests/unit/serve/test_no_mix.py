@@ -273,4 +273,5 @@ def test_short_predictions_take_no_time_from_the_wait_for_a_long_one(
         assert version is not None
         assert version.error is None
     thread.join()
+    assert version is not None
     assert version.checkpoint_id == max(path.name for path in target.glob("seq-*"))
