@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -131,8 +132,9 @@ class CutRows:
                 assert shard is not None
                 states = memory.states(shard.marks)
                 self._states.append(states)
+                generation = states.advance()  # first: it may make new bytes
                 by_watch.setdefault(shard.writes, {})[shard.index] = ShardAtCut(
-                    self._frozen(snapshot), snapshot.tensors, states.bytes, states.advance()
+                    self._frozen(snapshot), snapshot.tensors, states.bytes, generation
                 )
             for watch, shards in by_watch.items():
                 self._watches[watch] = KernelCopies(self.copies, shards)
@@ -223,7 +225,8 @@ class CutRows:
         for layer in held:
             layer.release()
         for states in self._states:
-            states.renew()
+            with suppress(MemoryError, RuntimeError):  # no memory: a later cut asks again
+                states.renew()
 
     def release(self) -> None:
         """Give overflow memory back, once no thread copies rows; else errors would keep it, since
