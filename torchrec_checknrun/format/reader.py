@@ -83,9 +83,10 @@ def read_indexes(
         wanted = file.index_offset, file.index_checksum
         _, checksum = _checked(folder, memoryview(data), file.name, *wanted, visible_seconds)
         if checksum != file.index_checksum:
-            raise CorruptCheckpoint(
+            raise _damage(
+                folder,
                 f"{where}: the index at {file.index_offset} has checksum {checksum}, the manifest "
-                f"says {file.index_checksum}"
+                f"says {file.index_checksum}",
             )
         chunks += [
             StoredChunk(manifest.id, file.name, number, entry, header)
@@ -148,7 +149,14 @@ def _fill(
             retry_error_callback=lambda state: state.outcome and state.outcome.result(),
         )(lambda: folder.read_into(memory, name, offset))
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{folder}/{name} is missing{_deletion(folder)}") from None
+        raise _damage(folder, f"{folder}/{name} is missing{_deletion(folder)}") from None
+
+
+def _damage(folder: Folder, message: str) -> CorruptCheckpoint:
+    """Return the error of a damaged file in a checkpoint's folder."""
+    error = CorruptCheckpoint(message)
+    error.checkpoint = folder.name
+    return error
 
 
 def _deletion(folder: Folder) -> str:
@@ -273,8 +281,9 @@ def _read_payload(
     wanted = entry.offset, entry.checksum
     count, checksum = _checked(folder, data, chunk.file, *wanted, visible_seconds)
     if count != length or checksum != entry.checksum:
-        raise CorruptCheckpoint(
+        raise _damage(
+            folder,
             f"{folder}/{chunk.file} at offset {entry.offset}: {count} bytes with checksum "
-            f"{checksum}, expected {length} with {entry.checksum}"
+            f"{checksum}, expected {length} with {entry.checksum}",
         )
     return data

@@ -202,8 +202,12 @@ class _Attempts:
         return True
 
     def pass_over(self, chain: Chain, error: Exception) -> None:
-        """Exclude a chain that failed."""
+        """Exclude a chain that failed, and the others that need what is damaged: each would be read
+        up to there, and there may be hundreds.
+        """
         self._unusable.add(chain.head.id)
+        if isinstance(error, CorruptCheckpoint) and error.checkpoint:
+            self._unusable.add(error.checkpoint)
         self._passed_over.append(f"{chain.head.id}: {error}")
         if isinstance(error, OSError):
             self._unread += [manifest.id for manifest in chain.manifests]

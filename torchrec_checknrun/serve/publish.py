@@ -334,7 +334,7 @@ class _Copying:
                 rows = manifest.tables[table].rows
                 self._links[table] = TableLinks(self.source, table, rows)
             links = self._links[table]
-            links.add(self.content.chunks[place])
+            links.add(self.content.by_table[place].get(table, ()))
             if links.digest != said.after:
                 raise CorruptCheckpoint(
                     f"{manifest.id}: the rows of {table} have digest {links.digest}, the manifest "

@@ -153,11 +153,12 @@ def _manifests(
     parents: dict[str, str] = {}
     problems: dict[str, list[str]] = {}
     resolved: set[str] = set()  # with all their parents
+    known: dict[str, Manifest] = {}
     for id in wanted:
         if id in resolved:
             continue
         try:
-            chain = resolve(root, id)
+            chain = resolve(root, id, known)
         except CheckpointNotFound:
             if named:
                 raise

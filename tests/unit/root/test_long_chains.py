@@ -1,0 +1,125 @@
+"""A chain of hundreds of checkpoints takes work in proportion to its length, not to its square."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.unit.root.test_lineage import Run, chain_of
+from tests.unit.root.test_retention import run
+from tests.unit.small_roots import FILE, put
+from torchrec_checknrun import Consecutive
+from torchrec_checknrun.errors import CheckNRunError, ChainBroken
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.root import chain as chains
+from torchrec_checknrun.root.catalog import inventory
+from torchrec_checknrun.root.chain import newest_required
+from torchrec_checknrun.root.retention import Retention, judge
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools.verify import verify
+
+LENGTH = 60
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Count how often a manifest's link is asked for, as whoever follows a chain does."""
+    count = 0
+    link: Any = Manifest.link
+
+    def counted(manifest: Manifest) -> Any:
+        nonlocal count
+        count += 1
+        return link.fget(manifest)
+
+    monkeypatch.setattr(Manifest, "link", property(counted))
+
+    def taken() -> int:
+        nonlocal count
+        found, count = count, 0
+        return found
+
+    return taken
+
+
+def put_chain(root: Folder, length: int = LENGTH) -> list[Manifest]:
+    made: list[Manifest] = []
+    for sequence in range(1, length + 1):
+        made.append(put(root, sequence, made[-1] if made else None))
+    return made
+
+
+def test_training_follows_no_chain_at_a_commit(links: Callable[[], int]) -> None:
+    """Training waits while a checkpoint's outcome is noted, and reported with its chain's length."""
+    job = Run(Consecutive())
+    manifests = [job.save()]
+    for _ in range(LENGTH):
+        manifests.append(job.save())
+        links()
+        assert job.lineage.chain_length == len(manifests)
+        assert links() == 0
+    assert job.lineage.chain == list(chain_of(manifests[-1], manifests).manifests)
+    assert job.lineage.ancestors(manifests[-1].link) == tuple(m.id for m in manifests)
+    links()
+    job.lineage.committed(job_manifest := job.save())
+    assert job.lineage.chain[-1] is job_manifest
+    assert links() < LENGTH / 4
+
+
+def test_retention_looks_at_each_checkpoint_a_few_times(links: Callable[[], int]) -> None:
+    made = run("F" + "c" * LENGTH)
+    links()
+    assert not judge(made, Retention(keep=1)).delete
+    assert links() < 12 * LENGTH
+
+
+def test_a_list_looks_at_each_checkpoint_a_few_times(
+    memory_root: Folder, links: Callable[[], int]
+) -> None:
+    made = put_chain(memory_root)
+    links()
+    found = inventory(memory_root).checkpoints
+    assert links() < 16 * LENGTH
+    sizes = [sum((memory_root / manifest.id).sizes().values()) for manifest in made]
+    for number, listed in enumerate(reversed(found), 1):
+        assert listed.chain == tuple(manifest.id for manifest in made[:number])
+        assert listed.chain_bytes == sum(sizes[:number])
+
+
+@pytest.mark.parametrize("look", ["restore", "verify"])
+def test_a_chain_whose_begin_is_lost_is_read_once(
+    look: str, memory_root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its checkpoints is tried as a head, and needs all those before."""
+    made = put_chain(memory_root)
+    (memory_root / made[0].id).delete(FILE.name)
+    reads = 0
+
+    def counted(root: Folder, name: str) -> Manifest:
+        nonlocal reads
+        reads += 1
+        return read(root, name)
+
+    read = chains.read_manifest
+    monkeypatch.setattr(chains, "read_manifest", counted)
+    if look == "restore":
+        with pytest.raises(ChainBroken, match="no complete chain"):
+            newest_required(memory_root)
+    else:
+        assert all(one.problems for one in verify(memory_root))
+    assert reads <= 4 * LENGTH
+
+
+def test_what_is_broken_in_the_middle_is_told_of_each(memory_root: Folder) -> None:
+    made = put_chain(memory_root, 6)
+    (memory_root / made[2].id).delete(FILE.name)
+    found = {listed.id: listed for listed in inventory(memory_root).checkpoints}
+    assert [found[manifest.id].status for manifest in made] == ["restorable"] * 2 + ["broken"] * 4
+    for manifest in made[3:]:
+        assert f"it needs {made[2].id}, which is damaged" in (found[manifest.id].problem or "")
+        assert found[manifest.id].chain == ()
+    with pytest.raises(CheckNRunError):
+        chains.resolve(memory_root, made[-1].id)
+    assert newest_required(memory_root).head == made[1]
