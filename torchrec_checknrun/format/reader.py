@@ -235,29 +235,35 @@ def read_chunk(
     chunk: StoredChunk,
     memory: memoryview | None = None,
     visible_seconds: float = VISIBLE_SECONDS,
+    known: Mapping[str, memoryview] | None = None,
 ) -> memoryview:
     """Read a chunk's content and verify its checksum; of a difference, also what it is one to.
 
     Args:
         memory: receives the bytes if large enough; otherwise memory is allocated.
         visible_seconds: how long to wait for a file that is missing, or too short.
+        known: contents that were read before, by the chunks' keys: what a difference is one to is
+            not read again.
 
     Raises:
         CorruptCheckpoint: the bytes are missing or not the ones written.
     """
-    links = [chunk]
+    links, content = [chunk], None
     while (base := links[-1].base) is not None:
+        if known and (content := known.get(base.key)) is not None:
+            break
         links.append(base)
-    whole = links.pop()
-    if (known := difference_of(whole.entry)) is not None:
-        raise CorruptCheckpoint(f"{whole.key} is a difference to {known.parent}, which is not here")
-    content = _read_payload(root, whole, None if links else memory, visible_seconds)
+    if content is None:
+        whole = links.pop()
+        if (to := difference_of(whole.entry)) is not None:
+            raise CorruptCheckpoint(f"{whole.key} is a difference to {to.parent}, which isn't here")
+        content = _read_payload(root, whole, None if links else memory, visible_seconds)
     for link in reversed(links):
-        known = difference_of(link.entry)
-        assert known is not None, "only differences have a base"
+        difference = difference_of(link.entry)
+        assert difference is not None, "only differences have a base"
         try:
             payload = _read_payload(root, link, None, visible_seconds)
-            content = restored(payload, content, known)
+            content = restored(payload, content, difference)
         except ValueError as error:
             raise CorruptCheckpoint(f"{link.key}: {error}") from error
     return content

@@ -14,7 +14,6 @@ from torchrec_checknrun.format.manifest import Link, Manifest
 from torchrec_checknrun.format.reader import (
     StoredChunk,
     dense_chunks,
-    read_chunk,
     read_indexes,
     with_bases,
 )
@@ -23,16 +22,24 @@ from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.serve.inference.collisions import joined
 from torchrec_checknrun.serve.plan import Plan
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.dense import MODEL, read_dense
+from torchrec_checknrun.tools.dense import MODEL, DenseReader, read_dense
+
+_DENSE_BYTES = 256 << 20
+"""Bytes of what lies beside rows to keep for the next version."""
 
 
 class Indexes:
-    """The chunk indexes of the checkpoints that were read last."""
+    """The chunk indexes of the checkpoints that were read last.
+
+    Attributes:
+        dense: reads the chunks beside rows, of one checkpoint after another.
+    """
 
     def __init__(self, root: Folder) -> None:
         self._root = root
         self._held: dict[Link, tuple[StoredChunk, ...]] = {}
         self._by_table: dict[Link, dict[str, list[RowChunk]]] = {}
+        self.dense = DenseReader(root, _DENSE_BYTES, visible_seconds=0.0)
 
     def of(self, chain: Chain, place: int) -> tuple[StoredChunk, ...]:
         """Return the chunks of one of a chain's checkpoints, without waiting for missing files.
@@ -106,11 +113,11 @@ class Content:
             CorruptCheckpoint: the bytes are missing or not those that were written.
         """
         self.each()
-        link: StoredChunk | None = chunk
-        while link is not None:  # a difference, and all that it is one to
-            self.bytes_read += link.entry.length
-            link = link.base
-        return read_chunk(self.root, chunk, visible_seconds=0.0)
+        dense = self._indexes.dense
+        before = dense.bytes_read
+        content = dense.read(chunk)
+        self.bytes_read += dense.bytes_read - before
+        return content
 
     def chunks_of(self, place: int) -> tuple[StoredChunk, ...]:
         """Return all chunks of one of the chain's checkpoints."""

@@ -46,7 +46,7 @@ from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.writer import RootWriter, commit
 from torchrec_checknrun.shards import RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.dense import MODEL
+from torchrec_checknrun.tools.dense import MODEL, DenseReader
 from torchrec_checknrun.tools.links import TableLinks
 from torchrec_checknrun.version import __version__
 
@@ -222,7 +222,7 @@ class _Copying:
         self._quantization = Quantization()
         if self.bits is not None:
             self._quantization = Quantization(bits=self.bits, method="asymmetric")
-        self._held = self.lineage.previous
+        self._held, self._dense = self.lineage.previous, DenseReader(self.source)
         chunks = (chunk for of_one in self.content.chunks for chunk in of_one)
         self._whole = sum(chunk.entry.length for chunk in chunks)
 
@@ -316,7 +316,7 @@ class _Copying:
             if isinstance(header, RowsHeader):
                 yield self._rows(chunk, header)
             elif not isinstance(entry, RowsEntry) and _is_of_model(entry):
-                payload = read_chunk(self.source, chunk)  # whole, even where it is a difference
+                payload = self._dense.read(chunk)  # whole, even where it is a difference
                 yield EncodedChunk(replace(unwritten(entry), difference=UNSET), [payload])
             self._gone += chunk.entry.length
             if self.progress is not None:

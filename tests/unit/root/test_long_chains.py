@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.root.test_lineage import Run, chain_of
 from tests.unit.root.test_retention import run
+from tests.unit.run.jobs import checkpointer, make_job, train
 from tests.unit.small_roots import FILE, put
 from torchrec_checknrun import Consecutive
 from torchrec_checknrun.errors import CheckNRunError, ChainBroken
+from torchrec_checknrun.format import reader
 from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.reader import read_chain
 from torchrec_checknrun.root import chain as chains
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest_required
 from torchrec_checknrun.root.retention import Retention, judge
+from torchrec_checknrun.serve.publish import publish
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
@@ -123,3 +129,31 @@ def test_what_is_broken_in_the_middle_is_told_of_each(memory_root: Folder) -> No
     with pytest.raises(CheckNRunError):
         chains.resolve(memory_root, made[-1].id)
     assert newest_required(memory_root).head == made[1]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_each_difference_beside_the_tables_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A difference alone says nothing, and those before it are as many as checkpoints."""
+    job = make_job()
+    with checkpointer(tmp_path / "run", job) as saver:
+        for _ in range(LENGTH // 4):
+            train(job, saver)
+            saver.save()
+    model = Folder(tmp_path / "run")
+    chunks = list(chain.from_iterable(read_chain(model, newest_required(model).manifests)))
+    assert sum(chunk.base is not None for chunk in chunks) > LENGTH / 4
+    reads, read = 0, reader._read_payload
+
+    def counted(*arguments: Any) -> memoryview:
+        nonlocal reads
+        reads += 1
+        return read(*arguments)
+
+    monkeypatch.setattr(reader, "_read_payload", counted)
+    assert not any(one.problems for one in verify(tmp_path / "run"))
+    assert reads == len(chunks)
+    reads = 0
+    publish(tmp_path / "run", tmp_path / "published")
+    assert reads <= len(chunks)
