@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import xxhash
 from tenacity import (
     Retrying,
@@ -217,17 +218,32 @@ def dense_chunks(chunks: Iterable[StoredChunk]) -> dict[object, StoredChunk]:
     return {key: c for c in chunks if (key := dense_key(c.entry)) is not None}
 
 
-def read_chain(root: Folder, chain: Iterable[Manifest]) -> list[tuple[StoredChunk, ...]]:
+def read_chain(
+    root: Folder, chain: Iterable[Manifest], whole: bool = False
+) -> list[tuple[StoredChunk, ...]]:
     """Read the indexes of a chain's checkpoints, oldest first, each chunk with its base.
+
+    Args:
+        whole: keep the trees of all states; otherwise of the last checkpoint's alone, which has all
+            states. Those of thousands of parameters take many megabytes, times the chain's length.
 
     Raises:
         CorruptCheckpoint: as ``read_indexes`` and ``with_bases``.
     """
     found: list[tuple[StoredChunk, ...]] = []
     for manifest in chain:
+        if found and not whole:
+            found[-1] = tuple(map(_without_tree, found[-1]))
         parents = dense_chunks(found[-1]) if found else {}
         found.append(with_bases(manifest, read_indexes(root, manifest), parents))
     return found
+
+
+def _without_tree(chunk: StoredChunk) -> StoredChunk:
+    entry = chunk.entry
+    if isinstance(entry, (RowsEntry, BlockEntry)):
+        return chunk
+    return replace(chunk, entry=msgspec.structs.replace(entry, tree={}))
 
 
 def read_chunk(

@@ -94,8 +94,8 @@ def overlap(ranges: Iterable[Columns]) -> bool:
     return any(start < stop for (_, stop), (start, _) in pairwise(sorted(ranges)))
 
 
-def read_content(root: Folder, chain: Chain) -> ChainContent:
-    """Read the chunk indexes of a chain.
+def read_content(root: Folder, chain: Chain, whole: bool = False) -> ChainContent:
+    """Read the chunk indexes of a chain; ``whole`` as of ``read_chain``.
 
     Checks that the tables have the sizes given in the manifests, so that memory of these sizes may
     be taken.
@@ -104,7 +104,7 @@ def read_content(root: Folder, chain: Chain) -> ChainContent:
         CorruptCheckpoint: an index is missing, or differs from the manifest; or the full checkpoint
             isn't full.
     """
-    content = ChainContent(chain, tuple(read_chain(root, chain.manifests)))
+    content = ChainContent(chain, tuple(read_chain(root, chain.manifests, whole)))
     for manifest, chunks in zip(chain.manifests, content.chunks, strict=True):
         for problem in table_problems(manifest, chunks):
             raise CorruptCheckpoint(problem)

@@ -140,7 +140,7 @@ def _add(
     first = max((p for p, m in enumerate(chain.manifests) if m.id in copies), default=-1) + 1
     if first == len(chain.manifests):
         return chain.head.id, ()
-    content = read_content(source, chain)
+    content = read_content(source, chain, whole=True)
     _refuse_unfollowed(content)
     lineage = Lineage()
     if held is not None:
