@@ -31,7 +31,7 @@ from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.model_loading import copied, load_copied
@@ -176,7 +176,7 @@ class _Attempts:
         """
         chain, problems, self._newest = self._ranks.from_rank_0(self._find)
         self._passed_over += [line for line in problems if line not in self._passed_over]
-        reasons = "; ".join(self._passed_over)
+        reasons = listed(self._passed_over, "; ")
         if chain is None and self.changed:
             raise ModelPartlyRestored(
                 "a restore failed half-way and no other whole chain is left; the model is no "

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _LOOKS = 10
 """The number of looks at a root that changes during each of them."""
+_TOLD = 8
+"""Problems that an error tells."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +331,8 @@ def newest_required(root: Folder, *, answers: bool = False) -> Chain:
             logger.warning("passed over: %s", problem)
         return chain
     if problems:
-        raise ChainBroken(f"{root} holds no complete chain: {'; '.join(problems)}")
+        told = [*problems[:_TOLD], "…"] if len(problems) > _TOLD else problems
+        raise ChainBroken(f"{root} holds no complete chain: {'; '.join(told)}")
     raise CheckpointNotFound(f"no committed checkpoint: {describe_empty(root)}")
 
 

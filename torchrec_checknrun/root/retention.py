@@ -106,8 +106,13 @@ def judge(
         for id in which:
             if id in by_id:
                 keep.setdefault(id, reason)
-    for id in list(keep):
-        for parent in _needs(by_id[id], sound) or _needs(by_id[id], by_id) or ():
+    followed: set[str] = set()  # what these need is needed by a later one that is kept
+    for id in sorted(keep, key=lambda id: by_id[id].sequence, reverse=True):
+        if id in followed:
+            continue
+        whole = _needs(by_id[id], sound) or ()
+        followed.update(parent.id for parent in whole)
+        for parent in whole or _needs(by_id[id], by_id) or ():
             keep.setdefault(parent.id, f"{id} needs it")
     # A damaged checkpoint stays while newer than these, or while these are few: it may be fixed.
     last = newest[-1].sequence if len(newest) == retention.keep else None

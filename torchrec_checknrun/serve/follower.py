@@ -20,6 +20,7 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
 )
 from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.followers import announced
 from torchrec_checknrun.serve.alone import require_alone
@@ -259,14 +260,14 @@ class Follower:
             problems += [f"{name}: {error}" for name, error in unusable.items()]
             if chain is None:
                 if problems:
-                    raise ChainBroken(f"{self._root} holds no whole chain: {'; '.join(problems)}")
+                    raise ChainBroken(f"{self._root} holds no whole chain: {listed(problems, '; ')}")
                 if self._copies.version is not None:
                     raise ChainBroken(f"{self._root} holds no checkpoint any more")
                 self._lag.looked(None)
                 return
             served = self._served[-1].sequence if self._served else -1
             if problems and chain.head.sequence < served:
-                raise ChainBroken(f"newer checkpoints can't be read: {'; '.join(problems)}")
+                raise ChainBroken(f"newer checkpoints can't be read: {listed(problems, '; ')}")
             self._pace.rest()
             todo = self._plan(chain, unusable)
             if not todo.current:
@@ -279,7 +280,7 @@ class Follower:
                     continue
             self._served = todo.chain.manifests
             self._indexes.keep(self._served)
-            self._lag.looked(self._served[-1], "; ".join(problems) or None)
+            self._lag.looked(self._served[-1], listed(problems, "; ") or None)
             self._copies.settle(self._pace.rest)
             return
         raise ChainBroken(
