@@ -173,7 +173,7 @@ def test_values_that_move_are_looked_for_once(
     model = nn.ModuleList([_Steps() for _ in range(MANY)])
     look = LeftOut(model, {})
     for module in model:
-        module.steps += 1  # type: ignore[operator]
+        module.steps += 1  # type: ignore[assignment, operator]
     compared, equals = 0, left_out._equals
 
     def counted(leaf: object, value: object) -> bool:
@@ -188,7 +188,7 @@ def test_values_that_move_are_looked_for_once(
     assert compared <= 3 * MANY
     look = LeftOut(model, {})
     for module in model:
-        module.steps += 1  # type: ignore[operator]
+        module.steps += 1  # type: ignore[assignment, operator]
     look.look(saved)
     assert "model.0.steps, model.1.steps" in caplog.text
 

@@ -40,7 +40,7 @@ RowChunk = tuple[StoredChunk, RowsHeader]
 
 
 def rows_by_table(chunks: Iterable[StoredChunk]) -> dict[str, list[RowChunk]]:
-    """Group the chunks of rows among some by table, in one pass for all tables; each in its order."""
+    """Group the chunks of rows among some by table, in their order: one pass for all tables."""
     found: dict[str, list[RowChunk]] = {}
     for chunk in chunks:
         if isinstance(chunk.header, RowsHeader):

@@ -79,16 +79,17 @@ def match_tables(
     missing = wanted.keys() - set(target.values())
     if only is None and skipped and fit.strict:
         raise IncompatibleCheckpoint(
-            f"{listed(skipped)}. The model has {listed(sorted(wanted))}: restore into the model that "
-            "was saved, give new names with map={old: new}, or skip the tables with strict=False"
+            f"{listed(skipped)}. The model has {listed(sorted(wanted))}: restore into the model "
+            "that was saved, give new names with map={old: new}, or skip the tables with "
+            "strict=False"
         )
     for name in sorted(missing if only is None else missing & only):
         message = f"table {name!r} ({_size(wanted[name])}): only in the model"
         if fit.strict:
             raise IncompatibleCheckpoint(
                 f"{message}. The checkpoint has {listed(sorted(saved))}: restore into the model "
-                "that was saved, give new names with map={old: new}, or keep the table's initialisation "
-                "with strict=False"
+                "that was saved, give new names with map={old: new}, or keep the table's "
+                "initialisation with strict=False"
             )
         skipped.append(message)
     return Match(target, resized or bool(skipped) or only is not None, skipped)

@@ -176,13 +176,13 @@ class _Attempts:
         """
         chain, problems, self._newest = self._ranks.from_rank_0(self._find)
         self._passed_over += [line for line in problems if line not in self._passed_over]
-        reasons = listed(self._passed_over, "; ")
         if chain is None and self.changed:
             raise ModelPartlyRestored(
                 "a restore failed half-way and no other whole chain is left; the model is no "
-                f"longer one state. Start again from a new model. {reasons}"
+                f"longer one state. Start again from a new model. {listed(self._passed_over, '; ')}"
             )
         if chain is None and self._passed_over:
+            reasons = listed(self._passed_over, "; ")
             raise ChainBroken(
                 f"{self._root} holds checkpoints, but none can be restored: {reasons}. "
                 "Fix the storage, or start a fresh run with another root"

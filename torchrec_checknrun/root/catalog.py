@@ -223,7 +223,7 @@ def _listed(root: Folder, id: str, status: Status, content: _Content, chains: _C
 
 @dataclass(frozen=True)
 class _FoundChain:
-    """What a restore of a checkpoint reads, oldest first, or the problem of what it needs."""
+    """The checkpoints that a restore of one reads, oldest first, or what is wrong with one."""
 
     ids: tuple[str, ...] = ()
     bytes: int = 0
@@ -256,9 +256,7 @@ def _chains(content: _Content) -> _Chains:
     return chains
 
 
-def _problem(
-    child: Manifest, id: str, parent: Manifest | None, content: _Content
-) -> str | None:
+def _problem(child: Manifest, id: str, parent: Manifest | None, content: _Content) -> str | None:
     """Return why a checkpoint can't build on the parent that was found, if any; None if it can."""
     if parent is not None:
         return incompatibility(child, parent)

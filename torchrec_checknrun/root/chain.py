@@ -80,7 +80,8 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
     """Return why a checkpoint can't build on the one in its parent's place; None if it can."""
     link = child.parent
     assert link is not None, f"{child.id} is full"
-    if parent.link != link and not _stands_in(child, parent):
+    is_parent = (parent.id, parent.checksum) == (link.id, link.checksum)
+    if not is_parent and not _stands_in(child, parent):
         return (
             f"{child.id} needs {link.id} with checksum {link.checksum}, but the one there has "
             f"{parent.checksum}: it was replaced"
@@ -214,9 +215,7 @@ def check_sizes(root: Folder, manifest: Manifest) -> None:
         raise CorruptCheckpoint(f"{root}/{manifest.id}/{problem}")
 
 
-def resolve(
-    root: Folder, name: str, known: MutableMapping[str, Manifest] | None = None
-) -> Chain:
+def resolve(root: Folder, name: str, known: MutableMapping[str, Manifest] | None = None) -> Chain:
     """Return the chain that ends at ``name``, its manifests and file sizes checked.
 
     Args:

@@ -218,7 +218,8 @@ class Lineage:
         later = [manifest]
         while (link := later[-1].parent) is not None:
             for end in range(len(self._chain), 0, -1):  # mostly the last one
-                if self._chain[end - 1].link == link:
+                last = self._chain[end - 1]
+                if (last.id, last.checksum) == (link.id, link.checksum):
                     return (*self._chain[:end], *reversed(later))
             parent = parent_among(later[-1], {one.id: one for one in self.history})
             if parent is None:

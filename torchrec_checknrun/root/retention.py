@@ -219,8 +219,8 @@ def original_of(manifest: Manifest) -> str:
 
 
 def _whole(ordered: Sequence[Manifest], sound: Mapping[str, Manifest]) -> list[Manifest]:
-    """Return the sound checkpoints of complete chains, in their order. Each is looked at once, after
-    what it builds on, since a chain may have any length.
+    """Return the sound checkpoints of complete chains, in their order. However long chains are,
+    each checkpoint is looked at once, after what it builds on.
 
     Args:
         ordered: newest first.

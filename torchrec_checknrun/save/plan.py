@@ -260,8 +260,9 @@ def make_global_plan(
     shares = []
     for rank, plan in enumerate(plans):
         own = (name for name in plan.items if writers.get(name, rank) == rank)
-        names = tuple(name for name in own if key_of(name) not in again[rank])
-        shares.append(Share(names, settled))
+        if again[rank]:  # most ranks leave nothing to others
+            own = (name for name in own if key_of(name) not in again[rank])
+        shares.append(Share(tuple(own), settled))
     fp32_bytes = dict.fromkeys(first.tables, 0)
     for summary, left in zip(summaries, again, strict=True):
         elsewhere = tables_among(left)

@@ -256,18 +256,18 @@ class Follower:
             return
         unusable: dict[str, Exception] = {}
         for _ in range(_PLANS):
-            chain, problems = newest(self._root, unusable)
-            problems += [f"{name}: {error}" for name, error in unusable.items()]
+            chain, found = newest(self._root, unusable)
+            problems = listed([*found, *(f"{n}: {e}" for n, e in unusable.items())], "; ")
             if chain is None:
                 if problems:
-                    raise ChainBroken(f"{self._root} holds no whole chain: {listed(problems, '; ')}")
+                    raise ChainBroken(f"{self._root} holds no whole chain: {problems}")
                 if self._copies.version is not None:
                     raise ChainBroken(f"{self._root} holds no checkpoint any more")
                 self._lag.looked(None)
                 return
             served = self._served[-1].sequence if self._served else -1
             if problems and chain.head.sequence < served:
-                raise ChainBroken(f"newer checkpoints can't be read: {listed(problems, '; ')}")
+                raise ChainBroken(f"newer checkpoints can't be read: {problems}")
             self._pace.rest()
             todo = self._plan(chain, unusable)
             if not todo.current:
@@ -280,7 +280,7 @@ class Follower:
                     continue
             self._served = todo.chain.manifests
             self._indexes.keep(self._served)
-            self._lag.looked(self._served[-1], listed(problems, "; ") or None)
+            self._lag.looked(self._served[-1], problems or None)
             self._copies.settle(self._pace.rest)
             return
         raise ChainBroken(

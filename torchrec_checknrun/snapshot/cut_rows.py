@@ -34,7 +34,7 @@ from torchrec_checknrun.snapshot.memory import StagingMemory
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 
 _LOOKS = 32
-"""One in so many items that are left is named by each look at the overflow memory that they hold."""
+"""A look at what overflow memory holds names one in so many of the items that are left."""
 
 
 def why_copied_at_cut(shard: TrackedShard) -> str | None:

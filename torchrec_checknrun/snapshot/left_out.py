@@ -368,7 +368,7 @@ def _content(value: Any) -> tuple[int, bytes] | None:
         values = torch.as_tensor(value).detach().cpu()
         values = torch.view_as_real(values) if values.is_complex() else values
         flat = values.reshape(-1).to(torch.float64) + 0.0  # of both zeros one
-        return len(flat), xxhash.xxh3_128_digest(flat.numpy())
+        return len(flat), xxhash.xxh3_128_digest(flat.numpy().data)
     return None
 
 

@@ -37,8 +37,10 @@ _TWICE = (
 
 
 class DenseReader:
-    """A reader of chunks of one checkpoint after another, which keeps the contents beside table rows
-    that differences of the next one are added to: else each would be read with all those before.
+    """A reader of the chunks of one checkpoint after another.
+
+    It keeps the contents beside table rows, to which differences of the next checkpoint are added:
+    else each of them would be read with all those before.
 
     Args:
         most: bytes to keep.
@@ -66,9 +68,7 @@ class DenseReader:
         while link is not None and link.key not in known:  # a difference, and all that it is one to
             self.bytes_read += link.entry.length
             link = link.base
-        content = read_chunk(
-            self._root, chunk, visible_seconds=self._visible_seconds, known=known
-        )
+        content = read_chunk(self._root, chunk, visible_seconds=self._visible_seconds, known=known)
         if before is not None:
             self._left += len(self._kept.pop(place)[1])
         if place is not None and len(content) <= self._left:

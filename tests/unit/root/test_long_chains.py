@@ -14,12 +14,13 @@ from tests.unit.root.test_retention import run
 from tests.unit.run.jobs import checkpointer, make_job, train
 from tests.unit.small_roots import FILE, put
 from torchrec_checknrun import Consecutive
-from torchrec_checknrun.errors import CheckNRunError, ChainBroken
+from torchrec_checknrun.errors import ChainBroken, CheckNRunError
 from torchrec_checknrun.format import reader
 from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.reader import read_chain
 from torchrec_checknrun.restore.chunks import read_content
+from torchrec_checknrun.root import catalog, retention
 from torchrec_checknrun.root import chain as chains
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest_required
@@ -33,16 +34,17 @@ LENGTH = 60
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count how often a manifest's link is asked for, as whoever follows a chain does."""
+    """Count how often a checkpoint is compared with its parent, as whoever follows a chain does."""
     count = 0
-    link: Any = Manifest.link
+    incompatibility = chains.incompatibility
 
-    def counted(manifest: Manifest) -> Any:
+    def counted(child: Manifest, parent: Manifest) -> str | None:
         nonlocal count
         count += 1
-        return link.fget(manifest)
+        return incompatibility(child, parent)
 
-    monkeypatch.setattr(Manifest, "link", property(counted))
+    for module in (chains, retention, catalog):
+        monkeypatch.setattr(module, "incompatibility", counted, raising=False)
 
     def taken() -> int:
         nonlocal count
@@ -60,7 +62,7 @@ def put_chain(root: Folder, length: int = LENGTH) -> list[Manifest]:
 
 
 def test_training_follows_no_chain_at_a_commit(links: Callable[[], int]) -> None:
-    """Training waits while a checkpoint's outcome is noted, and reported with its chain's length."""
+    """Training waits while a checkpoint is noted, and reported with the length of its chain."""
     job = Run(Consecutive())
     manifests = [job.save()]
     for _ in range(LENGTH):
@@ -142,7 +144,7 @@ def test_what_is_broken_in_the_middle_is_told_of_each(memory_root: Folder) -> No
 def test_each_difference_beside_the_tables_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A difference alone says nothing, and those before it are as many as checkpoints."""
+    """Read no difference again for each one that is added to it."""
     job = make_job()
     with checkpointer(tmp_path / "run", job) as saver:
         for _ in range(LENGTH // 4):
@@ -168,7 +170,7 @@ def test_each_difference_beside_the_tables_is_read_once(
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_restore_holds_what_tells_of_states_of_one_checkpoint(tmp_path: Path) -> None:
-    """That of 4,000 parameters takes 13 MB, on every rank; a chain may have 500 checkpoints."""
+    """Let 4,000 parameters take 13 MB on each rank once, and not for each of 500 checkpoints."""
     job = make_job()
     with checkpointer(tmp_path / "run", job) as saver:
         for _ in range(3):

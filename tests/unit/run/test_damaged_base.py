@@ -1,4 +1,4 @@
-"""Where the full checkpoint of many is damaged, a restore finds so once, and goes further back."""
+"""A restore finds once that the full checkpoint of many is damaged, and goes further back."""
 
 from __future__ import annotations
 
