@@ -16,7 +16,13 @@ class CheckpointExists(CheckNRunError):
 
 
 class CorruptCheckpoint(CheckNRunError):
-    """A stored file that differs from its manifest or index (size, checksum or layout)."""
+    """A stored file that differs from its manifest or index (size, checksum or layout).
+
+    Attributes:
+        checkpoint: the id of the checkpoint that the file is part of; empty where that is unknown.
+    """
+
+    checkpoint = ""
 
 
 class ChainBroken(CheckNRunError):

@@ -211,9 +211,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {listed([str(rank) for rank in ranks])}"
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], separator: str = ", ") -> str:
     """Join names for an error, the first eight of them."""
-    return ", ".join(names[:_MOST_NAMED]) + (", …" if len(names) > _MOST_NAMED else "")
+    return separator.join([*names[:_MOST_NAMED], *["…"] * (len(names) > _MOST_NAMED)])
 
 
 def _add_note(error: Exception, note: str) -> None:

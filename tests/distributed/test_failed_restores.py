@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torchrec_checknrun import errors
 from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.restore import chunks
+from torchrec_checknrun.run import restoring
 from torchrec_checknrun.store import folder as filesystem
 
 FOUND_BEFORE = [
@@ -313,6 +315,40 @@ def test_reading_fails_on_one_rank(workers: Workers, made: Made, tmp_path: Path)
     workers(2).run(read_fails_on_one_rank, **where(tmp_path), names=names)
 
 
+def storage_is_lost_midway(root: str, spec: dict[str, Any], plan: Plan, newest: str) -> None:
+    """Answer with errors from the newest checkpoint's chunks on, also to who looks for another."""
+    read_chunk, names, lost = chunks.read_chunk, filesystem.Folder.names, False
+
+    def failing(folder: filesystem.Folder, chunk: StoredChunk, *memory: Any) -> memoryview:
+        nonlocal lost
+        lost = lost or chunk.checkpoint == newest
+        if lost and dist.get_rank() == 1:
+            raise OSError("connection reset")
+        return read_chunk(folder, chunk, *memory)
+
+    def unlisted(folder: filesystem.Folder) -> list[str]:
+        if lost:
+            raise errors.StorageFailed(errno.EIO, "nothing can be listed, says the test")
+        return names(folder)
+
+    job = build(spec, plan, seed=5)
+    with checkpointer(root, job) as saver:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunks, "read_chunk", failing)
+            patch.setattr(filesystem.Folder, "names", unlisted)
+            with pytest.raises(errors.ModelPartlyRestored, match="nothing can be listed"):
+                saver.restore()
+        for act in (saver.step, saver.save):
+            with pytest.raises(errors.ModelPartlyRestored):
+                act()
+
+
+def test_no_other_chain_can_be_looked_for(workers: Workers, made: Made, tmp_path: Path) -> None:
+    """Refuse to train on and save what is half of one checkpoint."""
+    names = made(tmp_path)
+    workers(2).run(storage_is_lost_midway, **where(tmp_path), newest=names[2])
+
+
 class Stubborn(Note):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if dist.get_rank() == 1:
@@ -331,3 +367,28 @@ def state_refuses(root: str, spec: dict[str, Any], plan: Plan) -> None:
 
 def test_state_object_refuses_its_content(workers: Workers, tmp_path: Path) -> None:
     workers(2).run(state_refuses, **where(tmp_path))
+
+
+def initialization_fails(root: str, spec: dict[str, Any], plan: Plan) -> None:
+    """Fail to make up for the initial values that rank 1's model was built without."""
+
+    def fail(model: object) -> list[str]:
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory for initial values, says the test")
+        return []
+
+    job = build(spec, plan)
+    with checkpointer(root, job, timeout_seconds=20.0) as saver:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(restoring, "initialize_skipped", fail)
+            patch.setattr(saver._restoring, "_uninitialized", "its tables hold no values")
+            with pytest.raises(MemoryError, match="says the test"):
+                saver.restore()
+            with pytest.raises(errors.ModelPartlyRestored, match="no values"):
+                saver.step()
+        save(saver)
+
+
+def test_initial_values_fail_on_one_rank(workers: Workers, tmp_path: Path) -> None:
+    """Tell the other ranks, which would wait."""
+    workers(2).run(initialization_fails, **where(tmp_path))

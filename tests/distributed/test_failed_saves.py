@@ -8,14 +8,28 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.models import Plan
+from tests.distributed.models import Plan, uniform_plan
 from tests.distributed.reader30 import read_rows
-from tests.distributed.small_job import Note, Workers, build, checkpointer, is_at, keep, save, where
+from tests.distributed.small_job import (
+    SPEC,
+    Note,
+    Workers,
+    build,
+    checkpointer,
+    is_at,
+    keep,
+    save,
+    where,
+)
 from tests.distributed.states import gather, row_bytes, scramble
 from tests.examples import some_of
-from torchrec_checknrun import Consecutive, errors
+from torchrec_checknrun import AtEnd, Consecutive, errors
 from torchrec_checknrun.format import rank_file
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.root.policy import Decision
+from torchrec_checknrun.snapshot.cut_rows import CutRows
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 from torchrec_checknrun.store import folder
 
 
@@ -130,3 +144,60 @@ def root_is_a_file(root: str, spec: dict[str, Any], plan: Plan) -> None:
 def test_root_is_a_file(workers: Workers, tmp_path: Path) -> None:
     (tmp_path / "root").write_text("not a folder")
     workers(2).run(root_is_a_file, **where(tmp_path))
+
+
+def background_fails(root: str, spec: dict[str, Any], plan: Plan, within: str) -> None:
+    """Fail on rank 1 before the ranks first meet in the background."""
+    job = build(spec, plan)
+    with checkpointer(root, job, policy=Consecutive(), timeout_seconds=60.0) as saver:
+        job.train()
+        baseline = save(saver)
+        job.train()
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(*BEFORE_THEY_MEET[within][:2], no_memory)
+            with pytest.raises(errors.SaveFailed, match="no memory for rows, says the test"):
+                saver.save()
+        name = save(saver)
+        keep(job, root, name)
+        scramble(job)
+        report = saver.restore()
+        assert report is not None
+        assert report.chain == (baseline, name)
+        assert is_at(job, root, name)
+
+
+def no_memory(*_: object) -> None:
+    raise MemoryError("no memory for rows, says the test")
+
+
+BEFORE_THEY_MEET: dict[str, tuple[type, str, str]] = {
+    "rows that ranks unite": (ShardSnapshot, "own_rows", "data_parallel"),
+    "rows that are copied on write": (CutRows, "make_ready", "row_wise"),
+}
+
+
+@pytest.mark.parametrize("within", BEFORE_THEY_MEET)
+def test_the_background_fails_on_one_rank(workers: Workers, tmp_path: Path, within: str) -> None:
+    """Tell the other ranks, which would wait."""
+    if not has_extension():
+        pytest.skip("the compiled extension was not built: rows are copied at the cut")
+    plan = uniform_plan(SPEC, BEFORE_THEY_MEET[within][2], 2)
+    workers(2).run(background_fails, **{**where(tmp_path), "plan": plan}, within=within)
+
+
+def looking_fails_at_the_end(root: str, spec: dict[str, Any], plan: Plan) -> None:
+    job = build(spec, plan)
+    saver = checkpointer(root, job, triggers=[AtEnd()], timeout_seconds=60.0)
+    job.train()
+    saver.step()
+    save(saver)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(TrackedModel, "is_modified", no_memory)
+        with pytest.raises(MemoryError, match="no memory for rows, says the test"):
+            saver.close()
+
+
+def test_the_look_for_a_last_checkpoint_fails_on_one_rank(workers: Workers, tmp_path: Path) -> None:
+    workers(2).run(looking_fails_at_the_end, **where(tmp_path))

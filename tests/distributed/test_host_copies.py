@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tests.distributed.models import ModelSpec
 from tests.distributed.small_job import build, checkpointer, is_at, keep, plan_of, save, where
 from tests.distributed.worker_pool import CaseFailed, WorkerPool
 from torchrec_checknrun import Checkpointer, Consecutive, HostCopies, errors
+from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.save.parent_content import ParentContent
 
 Workers = Callable[[int], WorkerPool]
 Place = dict[str, Any]
@@ -221,3 +224,45 @@ def go_on_alone(root: str, memory: str, spec: Any, plan: Any) -> None:
         job.train()
         saver.step()
         saver.save()
+
+
+def given_up_on_one_rank(root: str, memory: str, spec: Any, plan: Any) -> None:
+    """Give up on rank 1 what rank 0 commits, as where one rank hears of it too late."""
+    job, heard, go_on = build(spec, plan), threading.Event(), threading.Event()
+    committed = ParentContent.committed
+
+    def late(content: ParentContent, manifest: Manifest) -> None:
+        heard.set()
+        assert go_on.wait(60)
+        committed(content, manifest)
+
+    with made(root, memory, job) as saver:
+        job.train()
+        saver.step()
+        save(saver)
+        job.train()
+        saver.step()
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(ParentContent, "committed", late)
+            saver.save(wait=False)
+            running = saver._saver.running
+            assert running is not None
+            if dist.get_rank() == 1:
+                assert heard.wait(60)
+                running.give_up(errors.SaveFailed("given up, says the test"), force=True)
+                with pytest.raises(errors.SaveFailed, match="says the test"):
+                    saver.wait()
+            else:
+                assert saver.wait() is not None
+            dist.barrier()
+            go_on.set()
+        job.train()
+        saver.step()
+        keep(job, root, save(saver))
+
+
+def test_one_rank_has_given_the_parent_up(workers: Workers, place: Place) -> None:
+    workers(2).run(given_up_on_one_rank, **place)
+    found = workers(2).run(go_on, **place, hidden=False)
+    assert [(each["restored"], each["chain"]) for each in found] == [(True, 3)] * 2

@@ -115,6 +115,7 @@ def lose(folder: str, memory: str, by: str | None, fraction: float) -> list[Any]
     lives.train(5)
     assert differing(from_storage(lives), lives.values()) == []  # of step 16: no row is missing
     lives.end()
+    dist.barrier()  # each rank removes its own
     assert not (lives.root / PRIORITY_SAVES).exists()
     return [counts, distance(found, at_11), distance(at_8, at_11), report.pls]
 

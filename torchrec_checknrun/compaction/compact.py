@@ -209,7 +209,7 @@ class _Compaction:
         self._chain = content.chain
         self._head = content.chunks[-1]
         self._progress = progress
-        self._parts = content.rows_by_columns()
+        self._parts = content.rows_by_columns
         rows = (chunks for parts in self._parts.values() for chunks in parts.values())
         self._bytes = sum(chunk.entry.length for chunk, _ in joined.from_iterable(rows))
         self._bytes += sum(c.entry.length for c in self._head if not isinstance(c.entry, RowsEntry))

@@ -67,12 +67,14 @@ class Pages {
 // A page goes back to the pool with the last of its slots.
 class OverflowRows {
  public:
+  static constexpr size_t kNot = SIZE_MAX;
   struct Slot;
   struct Page {
     uint8_t* memory;
     int64_t used = 0;
     Slot* free = nullptr;  // slots that were given back
-    bool listed = false;   // in ``with_free_``
+    size_t place = 0;      // in ``all_``
+    size_t listed = kNot;  // place in ``with_free_``, or kNot
   };
   struct Slot {
     int64_t row;
@@ -265,7 +267,7 @@ class OverflowRows {
       Slot* slot = page->free;
       page->free = slot->next;
       if (!page->free) {
-        page->listed = false;
+        page->listed = kNot;
         with_free_.pop_back();
       }
       ++page->used;
@@ -288,7 +290,16 @@ class OverflowRows {
     uint8_t* memory = pages_.take(beyond);
     if (!memory) return nullptr;
     all_.push_back(new Page{memory});
+    all_.back()->place = all_.size() - 1;
     return all_.back();
+  }
+
+  // Takes a page out of a list in constant time, however many there are: the last one takes its
+  // place.
+  static void take_out(std::vector<Page*>& from, Page* page, size_t Page::*place) {
+    from.back()->*place = page->*place;
+    from[page->*place] = from.back();
+    from.pop_back();
   }
 
   void unuse(Slot* slot) {
@@ -296,14 +307,16 @@ class OverflowRows {
     if (--page->used > 0) {
       slot->next = page->free;
       page->free = slot;
-      if (!page->listed) with_free_.push_back(page);
-      page->listed = true;
+      if (page->listed == kNot) {
+        page->listed = with_free_.size();
+        with_free_.push_back(page);
+      }
       return;
     }
-    if (page->listed) with_free_.erase(std::find(with_free_.begin(), with_free_.end(), page));
+    if (page->listed != kNot) take_out(with_free_, page, &Page::listed);
     if (page == current_) current_ = nullptr;
     pages_.give(page->memory);
-    all_.erase(std::find(all_.begin(), all_.end(), page));
+    take_out(all_, page, &Page::place);
     delete page;
   }
 

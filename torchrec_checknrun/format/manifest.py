@@ -268,6 +268,11 @@ class Manifest(Record, frozen=True, dict=True):
         stored = sum(table.stored_values for table in self.tables.values())
         return stored / total if total else 0.0
 
+    @cached_property
+    def table_sizes(self) -> str:
+        """Return a digest of the tables' names and sizes: of a chain, each pair is compared."""
+        return _checksum({name: [table.rows, table.dim] for name, table in self.tables.items()})
+
     def fraction_of(self, full: Manifest) -> float:
         """Return the bytes in storage over those of a full checkpoint (Check-N-Run, section 5.1:
         S). If the two differ in width, return the modified fraction instead.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import xxhash
 from tenacity import (
     Retrying,
@@ -83,9 +84,10 @@ def read_indexes(
         wanted = file.index_offset, file.index_checksum
         _, checksum = _checked(folder, memoryview(data), file.name, *wanted, visible_seconds)
         if checksum != file.index_checksum:
-            raise CorruptCheckpoint(
+            raise _damage(
+                folder,
                 f"{where}: the index at {file.index_offset} has checksum {checksum}, the manifest "
-                f"says {file.index_checksum}"
+                f"says {file.index_checksum}",
             )
         chunks += [
             StoredChunk(manifest.id, file.name, number, entry, header)
@@ -148,7 +150,14 @@ def _fill(
             retry_error_callback=lambda state: state.outcome and state.outcome.result(),
         )(lambda: folder.read_into(memory, name, offset))
     except FileNotFoundError:
-        raise CorruptCheckpoint(f"{folder}/{name} is missing{_deletion(folder)}") from None
+        raise _damage(folder, f"{folder}/{name} is missing{_deletion(folder)}") from None
+
+
+def _damage(folder: Folder, message: str) -> CorruptCheckpoint:
+    """Return the error of a damaged file in a checkpoint's folder."""
+    error = CorruptCheckpoint(message)
+    error.checkpoint = folder.name
+    return error
 
 
 def _deletion(folder: Folder) -> str:
@@ -209,17 +218,32 @@ def dense_chunks(chunks: Iterable[StoredChunk]) -> dict[object, StoredChunk]:
     return {key: c for c in chunks if (key := dense_key(c.entry)) is not None}
 
 
-def read_chain(root: Folder, chain: Iterable[Manifest]) -> list[tuple[StoredChunk, ...]]:
+def read_chain(
+    root: Folder, chain: Iterable[Manifest], whole: bool = False
+) -> list[tuple[StoredChunk, ...]]:
     """Read the indexes of a chain's checkpoints, oldest first, each chunk with its base.
+
+    Args:
+        whole: keep the trees of all states; otherwise of the last checkpoint's alone, which has all
+            states. Those of thousands of parameters take many megabytes, times the chain's length.
 
     Raises:
         CorruptCheckpoint: as ``read_indexes`` and ``with_bases``.
     """
     found: list[tuple[StoredChunk, ...]] = []
     for manifest in chain:
+        if found and not whole:
+            found[-1] = tuple(map(_without_tree, found[-1]))
         parents = dense_chunks(found[-1]) if found else {}
         found.append(with_bases(manifest, read_indexes(root, manifest), parents))
     return found
+
+
+def _without_tree(chunk: StoredChunk) -> StoredChunk:
+    entry = chunk.entry
+    if isinstance(entry, (RowsEntry, BlockEntry)):
+        return chunk
+    return replace(chunk, entry=msgspec.structs.replace(entry, tree={}))
 
 
 def read_chunk(
@@ -227,29 +251,35 @@ def read_chunk(
     chunk: StoredChunk,
     memory: memoryview | None = None,
     visible_seconds: float = VISIBLE_SECONDS,
+    known: Mapping[str, memoryview] | None = None,
 ) -> memoryview:
     """Read a chunk's content and verify its checksum; of a difference, also what it is one to.
 
     Args:
         memory: receives the bytes if large enough; otherwise memory is allocated.
         visible_seconds: how long to wait for a file that is missing, or too short.
+        known: contents that were read before, by the chunks' keys: what a difference is one to is
+            not read again.
 
     Raises:
         CorruptCheckpoint: the bytes are missing or not the ones written.
     """
-    links = [chunk]
+    links, content = [chunk], None
     while (base := links[-1].base) is not None:
+        if known and (content := known.get(base.key)) is not None:
+            break
         links.append(base)
-    whole = links.pop()
-    if (known := difference_of(whole.entry)) is not None:
-        raise CorruptCheckpoint(f"{whole.key} is a difference to {known.parent}, which is not here")
-    content = _read_payload(root, whole, None if links else memory, visible_seconds)
+    if content is None:
+        whole = links.pop()
+        if (to := difference_of(whole.entry)) is not None:
+            raise CorruptCheckpoint(f"{whole.key} is a difference to {to.parent}, which isn't here")
+        content = _read_payload(root, whole, None if links else memory, visible_seconds)
     for link in reversed(links):
-        known = difference_of(link.entry)
-        assert known is not None, "only differences have a base"
+        difference = difference_of(link.entry)
+        assert difference is not None, "only differences have a base"
         try:
             payload = _read_payload(root, link, None, visible_seconds)
-            content = restored(payload, content, known)
+            content = restored(payload, content, difference)
         except ValueError as error:
             raise CorruptCheckpoint(f"{link.key}: {error}") from error
     return content
@@ -273,8 +303,9 @@ def _read_payload(
     wanted = entry.offset, entry.checksum
     count, checksum = _checked(folder, data, chunk.file, *wanted, visible_seconds)
     if count != length or checksum != entry.checksum:
-        raise CorruptCheckpoint(
+        raise _damage(
+            folder,
             f"{folder}/{chunk.file} at offset {entry.offset}: {count} bytes with checksum "
-            f"{checksum}, expected {length} with {entry.checksum}"
+            f"{checksum}, expected {length} with {entry.checksum}",
         )
     return data

@@ -24,6 +24,7 @@ from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.marks.row_copies import KernelCopies
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.stepped_tables import SteppedTables
+from torchrec_checknrun.ranks import listed
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class WriteWatch:
                 " copy_, an assignment …): all rows of these tables count as modified, since it is "
                 "unknown which were written. To save only those, write them inside "
                 "`with checkpointer.writing(table, rows):` or with write_rows",
-                sorted({shard.table for shard in self.kernel.shards}),
+                listed(sorted({shard.table for shard in self.kernel.shards})),
             )
 
     def is_written(self) -> bool:
@@ -154,7 +155,7 @@ class WriteWatch:
         """Return the error of a checkpoint whose rows were written, unannounced, before they were
         copied.
         """
-        tables = sorted({shard.table for shard in self.kernel.shards})
+        tables = listed(sorted({shard.table for shard in self.kernel.shards}))
         return SaveFailed(
             f"weights or optimizer rows of {tables} were written outside of training "
             "(load_state_dict, copy_, an assignment …) while they were being saved, so that the "

@@ -30,6 +30,7 @@ from torchrec_checknrun.dense.optimizers import touches_other_rows, wraps_anothe
 from torchrec_checknrun.marks.marks import Marks, PendingRows
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
 from torchrec_checknrun.model.kernels import Kernel
+from torchrec_checknrun.ranks import listed
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class KernelHook:
                 "%s: all rows of %s count as modified after every step, and differential "
                 "checkpoints save nothing there",
                 why,
-                [self.kernel.shards[i].table for i in tables],
+                listed([self.kernel.shards[i].table for i in tables]),
             )
 
 

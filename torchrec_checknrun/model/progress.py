@@ -27,6 +27,7 @@ from torchrec_checknrun.dense.optimizers import is_same_memory
 from torchrec_checknrun.dense.param_groups import set_option
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.stepped_tables import SteppedTables
+from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.shards import LocalShard
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
         logger.warning(
             "tables %s share a kernel now but were at optimizer steps %s: its bias correction "
             "continues from the highest",
-            tables,
+            listed(tables),
             sorted(steps),
         )
     group = kernel.module.fused_optimizer.param_groups[0]
@@ -178,7 +179,7 @@ def _warn_of_rate(tables: list[str], rates: set[float], group: Mapping[str, Any]
     logger.warning(
         "tables %s were trained with learning rate %s; their present parameter group has other "
         "members, too, and keeps %g: set another rate after the restore if needed",
-        tables,
+        listed(tables),
         ", ".join(f"{rate:g}" for rate in sorted(rates)),
         float(group["lr"]),
     )
@@ -236,11 +237,9 @@ def set_kernel_options(tbe: Any, group: dict[str, Any], of_tables: Mapping[str, 
                 logger.warning(
                     "tables %s share a kernel now but were trained with %s %s: the kernel keeps "
                     "its present value; set another one after the restore if needed",
-                    list(of_tables),
+                    listed(list(of_tables)),
                     name.removeprefix(_KERNEL),
-                    ", ".join(
-                        f"{value:g}" if type(value) is float else str(value) for value in values
-                    ),
+                    listed([*dict.fromkeys(map(_text, values))]),
                 )
         elif name.startswith(_GROUP):
             set_option(group, name.removeprefix(_GROUP), _plain(values[0]))
@@ -250,7 +249,7 @@ def set_kernel_options(tbe: Any, group: dict[str, Any], of_tables: Mapping[str, 
         logger.warning(
             "the kernel of tables %s continues with %s, as saved: set another value after the "
             "restore if needed",
-            list(of_tables),
+            listed(list(of_tables)),
             ", ".join(changed),
         )
 
@@ -278,6 +277,10 @@ def _set(tbe: Any, name: str, value: Any) -> bool:
 def _number(value: float) -> float | str:
     """Return infinity and NaN as text, since JSON has neither."""
     return value if math.isfinite(value) else str(float(value))
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if type(value) is float else str(value)
 
 
 def _plain(value: Any) -> Any:

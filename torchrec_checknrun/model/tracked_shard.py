@@ -11,6 +11,7 @@ import torch
 from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
+from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 
 RowIds = torch.Tensor | np.ndarray | Sequence[int]
@@ -224,7 +225,8 @@ class TrackedTables:
 
     def _shards_of(self, table: str) -> list[TrackedShard]:
         if table not in self.tables:
-            raise KeyError(f"no sharded table {table!r}; the model has {sorted(self.tables)}")
+            known = listed(sorted(self.tables))
+            raise KeyError(f"no sharded table {table!r}; the model has {known}")
         return [shard for shard in self.shards if shard.table == table]
 
 

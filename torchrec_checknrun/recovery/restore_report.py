@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.format.losses import portion
@@ -11,6 +12,9 @@ from torchrec_checknrun.recovery.saves import Saves
 from torchrec_checknrun.recovery.survival import Recovered
 from torchrec_checknrun.restore.restore import Restored
 from torchrec_checknrun.root.report import RankSource, RestoreReport
+
+_MOST_LINES = 20
+"""Lines of a kind that a restore logs: a model may have thousands of tables."""
 
 
 def report_restored(
@@ -32,10 +36,8 @@ def report_restored(
             level=logging.WARNING,
         )
     head = found.chain.head
-    for what in found.skipped:
-        saver.log("skipped: %s", what, level=logging.WARNING)
-    for problem in found.passed_over:
-        saver.log("passed over: %s", problem, level=logging.WARNING)
+    _tell(saver, "skipped", found.skipped)
+    _tell(saver, "passed_over", found.passed_over)
     if found.unread:
         saver.log(
             "%s may be sound: this run deletes nothing of that, a later one does, unless "
@@ -73,8 +75,7 @@ def report_recovered(saver: Saves, found: Recovered, seconds: float) -> RestoreR
     Args:
         seconds: the duration of the restore.
     """
-    for problem in found.passed_over:
-        saver.log("passed over: %s", problem, level=logging.WARNING)
+    _tell(saver, "passed_over", found.passed_over)
     sources = _sources(found)
     if found.lost:
         _tell_of_lost(saver, found)
@@ -123,3 +124,11 @@ def _tell_of_lost(saver: Saves, found: Recovered) -> None:
         portion(found.losses),
         level=logging.WARNING,
     )
+
+
+def _tell(saver: Saves, field: str, lines: Sequence[str]) -> None:
+    """Log lines of a field of the report, the first of many."""
+    for line in lines[:_MOST_LINES]:
+        saver.log("%s: %s", field.replace("_", " "), line, level=logging.WARNING)
+    if (more := len(lines) - _MOST_LINES) > 0:
+        saver.log("and %d more, in the report's %s", more, field, level=logging.WARNING)

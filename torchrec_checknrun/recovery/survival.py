@@ -104,6 +104,7 @@ class Survival:
 
     Attributes:
         reasons: why images were not used at the last try.
+        half_way: whether a try has left the model half-way, on any rank, until it is restored.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Survival:
         self._is_begun = False
         """True once images were begun, on all ranks alike; some may have given theirs up since."""
         self.reasons: tuple[str, ...] = ()
+        self.half_way = False
 
     @property
     def root(self) -> Folder:
@@ -163,10 +165,10 @@ class Survival:
         except Exception as error:
             # If a rank has died, its death is the error: this call raises it again, and the images
             # stay as they are for the next start. Else all ranks are here with the same error.
-            changed = any(self._ranks.gather(restore.began))
+            self.half_way = any(self._ranks.gather(restore.began))
             self._tell((f"going back failed: {error}",))
             self.overwriting()
-            if changed and chain is None:
+            if self.half_way and chain is None:
                 raise ModelPartlyRestored(
                     f"going back to step {decision.step} by images failed half-way, and there is "
                     f"no checkpoint: start again from a new model ({error!r})"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain as joined
+from functools import cached_property
 from itertools import pairwise
 from reprlib import repr as shown
 
@@ -35,6 +35,19 @@ _CHUNKS_AT_ONCE = 3
 _IDS_BYTES = 24
 
 
+RowChunk = tuple[StoredChunk, RowsHeader]
+"""A chunk of rows in storage, with its header."""
+
+
+def rows_by_table(chunks: Iterable[StoredChunk]) -> dict[str, list[RowChunk]]:
+    """Group the chunks of rows among some by table, in their order: one pass for all tables."""
+    found: dict[str, list[RowChunk]] = {}
+    for chunk in chunks:
+        if isinstance(chunk.header, RowsHeader):
+            found.setdefault(chunk.header.table, []).append((chunk, chunk.header))
+    return found
+
+
 @dataclass(frozen=True)
 class ChainContent:
     """A chain with the chunks of each checkpoint, from the files' indexes, oldest first."""
@@ -42,15 +55,21 @@ class ChainContent:
     chain: Chain
     chunks: tuple[tuple[StoredChunk, ...], ...]
 
-    def rows_by_columns(self) -> dict[str, dict[Columns, list[tuple[StoredChunk, RowsHeader]]]]:
-        """Group the chunks of rows by table and range of columns, newest checkpoint first."""
-        found: dict[str, dict[Columns, list[tuple[StoredChunk, RowsHeader]]]] = {}
-        for chunk in joined.from_iterable(reversed(self.chunks)):
-            header = chunk.header
-            if isinstance(header, RowsHeader):
-                columns = header.rectangle.col_start, header.rectangle.col_stop
-                of_table = found.setdefault(header.table, {})
-                of_table.setdefault(columns, []).append((chunk, header))
+    @cached_property
+    def by_table(self) -> tuple[dict[str, list[RowChunk]], ...]:
+        """Return the chunks of rows of each checkpoint by table."""
+        return tuple(map(rows_by_table, self.chunks))
+
+    @cached_property
+    def rows_by_columns(self) -> dict[str, dict[Columns, list[RowChunk]]]:
+        """Return the chunks of rows by table and range of columns, newest checkpoint first."""
+        found: dict[str, dict[Columns, list[RowChunk]]] = {}
+        for chunks in reversed(self.by_table):
+            for table, of_table in chunks.items():
+                for chunk, header in of_table:
+                    columns = header.rectangle.col_start, header.rectangle.col_stop
+                    by_columns = found.setdefault(table, {})
+                    by_columns.setdefault(columns, []).append((chunk, header))
         return found
 
 
@@ -75,8 +94,8 @@ def overlap(ranges: Iterable[Columns]) -> bool:
     return any(start < stop for (_, stop), (start, _) in pairwise(sorted(ranges)))
 
 
-def read_content(root: Folder, chain: Chain) -> ChainContent:
-    """Read the chunk indexes of a chain.
+def read_content(root: Folder, chain: Chain, whole: bool = False) -> ChainContent:
+    """Read the chunk indexes of a chain; ``whole`` as of ``read_chain``.
 
     Checks that the tables have the sizes given in the manifests, so that memory of these sizes may
     be taken.
@@ -85,7 +104,7 @@ def read_content(root: Folder, chain: Chain) -> ChainContent:
         CorruptCheckpoint: an index is missing, or differs from the manifest; or the full checkpoint
             isn't full.
     """
-    content = ChainContent(chain, tuple(read_chain(root, chain.manifests)))
+    content = ChainContent(chain, tuple(read_chain(root, chain.manifests, whole)))
     for manifest, chunks in zip(chain.manifests, content.chunks, strict=True):
         for problem in table_problems(manifest, chunks):
             raise CorruptCheckpoint(problem)

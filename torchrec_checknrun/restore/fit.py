@@ -14,6 +14,7 @@ import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.shards import LocalShard, TableShape
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -78,16 +79,17 @@ def match_tables(
     missing = wanted.keys() - set(target.values())
     if only is None and skipped and fit.strict:
         raise IncompatibleCheckpoint(
-            f"{'; '.join(skipped)}. The model has {sorted(wanted)}: restore into the model that "
-            "was saved, give new names with map={old: new}, or skip the tables with strict=False"
+            f"{listed(skipped)}. The model has {listed(sorted(wanted))}: restore into the model "
+            "that was saved, give new names with map={old: new}, or skip the tables with "
+            "strict=False"
         )
     for name in sorted(missing if only is None else missing & only):
         message = f"table {name!r} ({_size(wanted[name])}): only in the model"
         if fit.strict:
             raise IncompatibleCheckpoint(
-                f"{message}. The checkpoint has {sorted(saved)}: restore into the model that was "
-                "saved, give new names with map={old: new}, or keep the table's initialisation "
-                "with strict=False"
+                f"{message}. The checkpoint has {listed(sorted(saved))}: restore into the model "
+                "that was saved, give new names with map={old: new}, or keep the table's "
+                "initialisation with strict=False"
             )
         skipped.append(message)
     return Match(target, resized or bool(skipped) or only is not None, skipped)

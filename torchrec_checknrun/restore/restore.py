@@ -31,7 +31,7 @@ from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.model_loading import copied, load_copied
@@ -115,6 +115,20 @@ def restore(
         CheckNRunError: see ``Checkpointer.restore``; the same error on all ranks.
     """
     attempts = _Attempts(root, target, ranks, checkpoint)
+    try:
+        return _restore(attempts, checkpoint, verify_all)
+    except ModelPartlyRestored:
+        raise
+    except (CheckNRunError, OSError) as error:
+        if not attempts.changed:
+            raise
+        raise ModelPartlyRestored(
+            f"a restore failed half-way: {error}. The model is no longer one state: restore "
+            "another checkpoint, or start again"
+        ) from error
+
+
+def _restore(attempts: _Attempts, checkpoint: str | None, verify_all: bool) -> Restored | None:
     while (chain := attempts.next_chain()) is not None:
         try:
             live = attempts.load(chain, verify_all)
@@ -125,15 +139,6 @@ def restore(
             if checkpoint is None and not tells_nothing(error):
                 attempts.pass_over(chain, error)
                 continue
-            if attempts.changed:
-                raise ModelPartlyRestored(
-                    f"{chain.head.id} failed half-way: {error}. The model is no longer one "
-                    "state: restore another checkpoint, or start again"
-                ) from error
-            raise
-        except CheckNRunError as error:
-            if attempts.changed:
-                raise ModelPartlyRestored(str(error)) from error
             raise
         return attempts.finish(chain, live)
     return None
@@ -176,13 +181,13 @@ class _Attempts:
         """
         chain, problems, self._newest = self._ranks.from_rank_0(self._find)
         self._passed_over += [line for line in problems if line not in self._passed_over]
-        reasons = "; ".join(self._passed_over)
         if chain is None and self.changed:
             raise ModelPartlyRestored(
                 "a restore failed half-way and no other whole chain is left; the model is no "
-                f"longer one state. Start again from a new model. {reasons}"
+                f"longer one state. Start again from a new model. {listed(self._passed_over, '; ')}"
             )
         if chain is None and self._passed_over:
+            reasons = listed(self._passed_over, "; ")
             raise ChainBroken(
                 f"{self._root} holds checkpoints, but none can be restored: {reasons}. "
                 "Fix the storage, or start a fresh run with another root"
@@ -202,8 +207,12 @@ class _Attempts:
         return True
 
     def pass_over(self, chain: Chain, error: Exception) -> None:
-        """Exclude a chain that failed."""
+        """Exclude a chain that failed, and the others that need what is damaged: each would be read
+        up to there, and there may be hundreds.
+        """
         self._unusable.add(chain.head.id)
+        if isinstance(error, CorruptCheckpoint) and error.checkpoint:
+            self._unusable.add(error.checkpoint)
         self._passed_over.append(f"{chain.head.id}: {error}")
         if isinstance(error, OSError):
             self._unread += [manifest.id for manifest in chain.manifests]

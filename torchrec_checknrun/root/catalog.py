@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchrec_checknrun.errors import (
-    ChainBroken,
     CheckNRunError,
     CheckpointNotFound,
     ClaimDamaged,
@@ -19,7 +18,12 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.root.chain import copy_among, files_problem, parent_among, walk
+from torchrec_checknrun.root.chain import (
+    copy_among,
+    files_problem,
+    incompatibility,
+    parent_among,
+)
 from torchrec_checknrun.root.checkpoints import committed, describe_empty, read_manifest
 from torchrec_checknrun.root.retention import abandoned_ids, is_pinned
 from torchrec_checknrun.store.folder import Folder
@@ -110,7 +114,7 @@ def inventory(root: Folder) -> Inventory:
     counts = _counts(claims, ids, content.manifests, lost[0] if lost is not None else None)
     counting = {id: m for id, m in content.manifests.items() if counts[id] is not False}
     abandoned = abandoned_ids(counting.values(), content.problems)
-    listed = []
+    listed, chains = [], _chains(content)
     for id in ids:
         status: Status = "restorable"
         if id not in content.manifests:
@@ -121,7 +125,7 @@ def inventory(root: Folder) -> Inventory:
             status = "undecided"
         elif id in abandoned:
             status = "abandoned"
-        listed.append(_listed(root, id, status, content))
+        listed.append(_listed(root, id, status, content, chains))
     return Inventory(
         tuple(listed),
         claims.latest,
@@ -196,45 +200,68 @@ def _counts(
     return counts
 
 
-def _listed(root: Folder, id: str, status: Status, content: _Content) -> Listed:
+def _listed(root: Folder, id: str, status: Status, content: _Content, chains: _Chains) -> Listed:
     manifest, files = content.manifests.get(id), content.files[id]
     problem = content.problems.get(id)
-    chain: list[Manifest] = []
+    chain = _NO_CHAIN
     if manifest is not None:
-        chain, broken = _chain(manifest, content)
-        problem = problem or broken
+        chain = chains[id]
+        problem = problem or chain.problem
     if problem is not None:
-        status, chain = "broken", []
+        status, chain = "broken", _NO_CHAIN
     return Listed(
         id=id,
         status=status,
         manifest=manifest,
-        chain=tuple(m.id for m in chain),
-        chain_bytes=sum(sum(content.files[m.id].values()) for m in chain),
+        chain=chain.ids,
+        chain_bytes=chain.bytes,
         bytes=sum(files.values()),
         pinned=bool(files) and is_pinned(root / id),
         problem=problem,
     )
 
 
-def _chain(head: Manifest, content: _Content) -> tuple[list[Manifest], str | None]:
-    """Return the chain, oldest first, and the problem of a checkpoint that the head needs."""
-    problems = content.problems
-    sound = {id: m for id, m in content.manifests.items() if id not in problems}
+@dataclass(frozen=True)
+class _FoundChain:
+    """The checkpoints that a restore of one reads, oldest first, or what is wrong with one."""
 
-    def find(child: Manifest, id: str) -> Manifest:
-        parent = parent_among(child, sound)
-        if parent is not None:
-            return parent
-        if id in content.manifests:
-            raise ChainBroken(f"it needs {id}, which is damaged: {problems[id]}")
-        why = f"can't be read: {problems[id]}" if id in problems else "is missing"
-        raise ChainBroken(f"{child.id} needs {id}, which {why}")
+    ids: tuple[str, ...] = ()
+    bytes: int = 0
+    problem: str | None = None
 
-    def stand_in(child: Manifest) -> Manifest | None:
-        return copy_among(child, sound.values())
+    def and_then(self, id: str, content: _Content) -> _FoundChain:
+        """Return the chain that one more checkpoint ends."""
+        return _FoundChain((*self.ids, id), self.bytes + sum(content.files[id].values()))
 
-    try:
-        return list(walk(head, find, stand_in))[::-1], None
-    except ChainBroken as error:
-        return [], str(error)
+
+_NO_CHAIN = _FoundChain()
+_Chains = Mapping[str, _FoundChain]
+
+
+def _chains(content: _Content) -> _Chains:
+    """Find the chains of all checkpoints: each is what its parent's is, and one more."""
+    sound = {id: m for id, m in content.manifests.items() if id not in content.problems}
+    chains: dict[str, _FoundChain] = {}
+    for child in sorted(content.manifests.values(), key=lambda manifest: manifest.sequence):
+        before = _NO_CHAIN
+        if child.parent is not None:
+            parent = parent_among(child, sound)
+            problem = _problem(child, child.parent.id, parent, content)
+            before = _FoundChain(problem=problem)
+            if problem is None and parent is not None:
+                before = chains[parent.id]  # its number is lower
+            if before.problem and (copy := copy_among(child, sound.values())) is not None:
+                before = _NO_CHAIN.and_then(copy.id, content)
+        chains[child.id] = before if before.problem else before.and_then(child.id, content)
+    return chains
+
+
+def _problem(child: Manifest, id: str, parent: Manifest | None, content: _Content) -> str | None:
+    """Return why a checkpoint can't build on the parent that was found, if any; None if it can."""
+    if parent is not None:
+        return incompatibility(child, parent)
+    if id in content.manifests:
+        return f"it needs {id}, which is damaged: {content.problems[id]}"
+    unread = id in content.problems
+    why = f"can't be read: {content.problems[id]}" if unread else "is missing"
+    return f"{child.id} needs {id}, which {why}"

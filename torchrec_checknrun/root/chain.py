@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _LOOKS = 10
 """The number of looks at a root that changes during each of them."""
+_TOLD = 8
+"""Problems that an error tells."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
     """Return why a checkpoint can't build on the one in its parent's place; None if it can."""
     link = child.parent
     assert link is not None, f"{child.id} is full"
-    if parent.link != link and not _stands_in(child, parent):
+    is_parent = (parent.id, parent.checksum) == (link.id, link.checksum)
+    if not is_parent and not _stands_in(child, parent):
         return (
             f"{child.id} needs {link.id} with checksum {link.checksum}, but the one there has "
             f"{parent.checksum}: it was replaced"
@@ -88,7 +91,7 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
             f"{child.id} needs {link.id}, which is not older: its sequence number is "
             f"{parent.sequence}, and should be below {child.sequence}"
         )
-    if _table_sizes(parent) != _table_sizes(child):
+    if parent.table_sizes != child.table_sizes:
         return f"{child.id} and its parent {link.id} hold different tables"
     if child.deltas.keys() != parent.deltas.keys():
         return (
@@ -212,8 +215,12 @@ def check_sizes(root: Folder, manifest: Manifest) -> None:
         raise CorruptCheckpoint(f"{root}/{manifest.id}/{problem}")
 
 
-def resolve(root: Folder, name: str) -> Chain:
+def resolve(root: Folder, name: str, known: MutableMapping[str, Manifest] | None = None) -> Chain:
     """Return the chain that ends at ``name``, its manifests and file sizes checked.
+
+    Args:
+        known: by id, checkpoints that such calls have checked, which are not read again; receives
+            those that this call checks. None: there was no other call.
 
     Raises:
         CheckpointNotFound: ``name`` itself is not a committed checkpoint.
@@ -221,13 +228,16 @@ def resolve(root: Folder, name: str) -> Chain:
             parent of its child.
         CorruptCheckpoint, UnsupportedFormat: ``name``'s own manifest or files are damaged.
     """
+    checked = {} if known is None else known
 
     def find(child: Manifest, id: str) -> Manifest:
         lost: CheckNRunError | StorageFailed | None = None
         try:
-            parent = read_manifest(root, id)
+            parent = checked.get(id) or read_manifest(root, id)
             if incompatibility(child, parent) is None:
-                check_sizes(root, parent)
+                if id not in checked:
+                    check_sizes(root, parent)
+                    checked[id] = parent
                 return parent
         except StorageUnreachable:
             raise
@@ -278,7 +288,7 @@ def newest(
     root still holds the same names; otherwise look again.
 
     Args:
-        unusable: ids to pass over silently.
+        unusable: ids to pass over silently; what builds on one of them is passed over as well.
         answers: raise storage errors instead of passing over what can't be read.
         resumes: a run goes on from there and abandons newer checkpoints: raise errors that don't
             speak of damage instead of passing over what may be sound.
@@ -320,7 +330,8 @@ def newest_required(root: Folder, *, answers: bool = False) -> Chain:
             logger.warning("passed over: %s", problem)
         return chain
     if problems:
-        raise ChainBroken(f"{root} holds no complete chain: {'; '.join(problems)}")
+        told = [*problems[:_TOLD], "…"] if len(problems) > _TOLD else problems
+        raise ChainBroken(f"{root} holds no complete chain: {'; '.join(told)}")
     raise CheckpointNotFound(f"no committed checkpoint: {describe_empty(root)}")
 
 
@@ -338,11 +349,13 @@ def _newest(
         unread = isinstance(error, StorageFailed) and (answers or not tells_nothing(error))
         if unread or (resumes and _may_be_sound(error)):
             raise error
+    known: dict[str, Manifest] = {}
     for _, name in found.numbered:
         if name in unusable:
             continue
         try:
-            chain = resolve(root, name)
+            chain = resolve(root, name, known)
+            _require_usable(chain, unusable)
         except CheckpointNotFound:
             logger.info("%s in %s was never committed", name, root)
             absent.add(name)
@@ -367,12 +380,19 @@ def _newest(
     return None, problems, absent
 
 
+def _require_usable(chain: Chain, unusable: Container[str]) -> None:
+    """Refuse a chain with a checkpoint that can't be used.
+
+    Raises:
+        ChainBroken: names it.
+    """
+    for manifest in chain.manifests:
+        if manifest.id in unusable:
+            raise ChainBroken(f"it needs {manifest.id}, which can't be used")
+
+
 def _may_be_sound(error: Exception) -> bool:
     """Return whether an error leaves open whether a checkpoint is sound: this process can't read
     it, or only a newer release can.
     """
     return tells_nothing(error) or isinstance(error, UnsupportedFormat)
-
-
-def _table_sizes(manifest: Manifest) -> dict[str, tuple[int, int]]:
-    return {name: (table.rows, table.dim) for name, table in manifest.tables.items()}

@@ -59,33 +59,27 @@ class Lineage:
         """The history's widths, see ``Chain.widths``: kept up to date rather than recomputed while
         training waits, which would take longer with each checkpoint.
         """
+        self._chain: tuple[Manifest, ...] = ()
+        """The last one's, see ``chain``: kept up to date for the same reason."""
 
     @property
     def chain(self) -> list[Manifest]:
         """Return the checkpoints that a restore of the last one reads, as far as the history has
         them: oldest first, the last one included.
         """
-        by_id = {manifest.id: manifest for manifest in self.history}
-        chain, manifest = [], self.previous
-        while manifest is not None:
-            chain.append(manifest)
-            manifest = parent_among(manifest, by_id)
-        return chain[::-1]
+        return list(self._chain)
 
     @property
     def chain_length(self) -> int:
         """Return the number of checkpoints that a restore of the last one reads."""
-        return len(self.chain)
+        return len(self._chain)
 
     def ancestors(self, parent: Link | None) -> tuple[str, ...]:
-        """Return the ids of what a checkpoint with this parent builds on, oldest first."""
-        by_id = {manifest.id: manifest for manifest in self.history}
-        found: list[str] = []
-        manifest = None if parent is None else by_id[parent.id]
-        while manifest is not None:
-            found.append(manifest.id)
-            manifest = parent_among(manifest, by_id)
-        return tuple(reversed(found))
+        """Return the ids of what a checkpoint with this parent builds on, oldest first; none where
+        this rank has given the parent up, which rank 0 has committed.
+        """
+        last = next((m for m in self.history if parent is not None and m.id == parent.id), None)
+        return () if last is None else tuple(manifest.id for manifest in self._chain_of(last))
 
     def propose(
         self,
@@ -151,6 +145,7 @@ class Lineage:
         narrow(self._widths, manifest)
         # In one assignment: a pruning reads the history meanwhile.
         self.history = (manifest,) if full else (*self.history, manifest)
+        self._chain = self._chain_of(manifest)
         self.previous = manifest
         self._converted = False
 
@@ -174,6 +169,9 @@ class Lineage:
         self.history = (copy,)  # in one assignment, as in ``committed``
         if self._is_previous(found):
             self.previous = copy
+        assert self.previous is not None, "it is in the history, or newer"
+        self._chain = ()  # of the original
+        self._chain = self._chain_of(self.previous)
         return True
 
     def restored(self, chain: Chain, converted: bool, forks: bool) -> None:
@@ -184,6 +182,7 @@ class Lineage:
             forks: the restore abandons a newer checkpoint.
         """
         self.history, self.previous = chain.manifests, chain.head
+        self._chain = chain.manifests
         self._widths = chain.widths
         self.lossy_restores = chain.head.lossy_restores + int(chain.lossy)
         self.losses = chain.head.losses
@@ -211,6 +210,22 @@ class Lineage:
         if last is None or last.lineage != self.id:
             return False
         return last.step == step and not self._must_be_full(widths)
+
+    def _chain_of(self, manifest: Manifest) -> tuple[Manifest, ...]:
+        """Return the checkpoints that a restore of one of the history reads, oldest first, as far
+        as the history has them.
+        """
+        later = [manifest]
+        while (link := later[-1].parent) is not None:
+            for end in range(len(self._chain), 0, -1):  # mostly the last one
+                last = self._chain[end - 1]
+                if (last.id, last.checksum) == (link.id, link.checksum):
+                    return (*self._chain[:end], *reversed(later))
+            parent = parent_among(later[-1], {one.id: one for one in self.history})
+            if parent is None:
+                break
+            later.append(parent)
+        return tuple(reversed(later))
 
     def _is_previous(self, manifest: Manifest) -> bool:
         last = self.previous

@@ -27,10 +27,15 @@ class Pruner:
         """Prune after the commit of a checkpoint; do nothing while a pruning still runs."""
         if self._thread is not None and self._thread.is_alive():
             return  # the next commit prunes
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(last,), name="checknrun-prune", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread to be had, or the interpreter ends
+            logger.warning("pruning failed, the next commit tries again: %s", error)
+        else:
+            self._thread = thread
 
     def wait(self, seconds: float) -> None:
         """Wait for a running pruning, at most so many seconds."""

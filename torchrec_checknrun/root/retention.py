@@ -15,7 +15,7 @@ from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
 from torchrec_checknrun.format.checks import Record, Text, seal, unseal
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import CheckpointId, parse_ids
-from torchrec_checknrun.root.chain import copy_among, parent_among, walk
+from torchrec_checknrun.root.chain import copy_among, incompatibility, parent_among, walk
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.store.folder import Folder
 
@@ -106,8 +106,13 @@ def judge(
         for id in which:
             if id in by_id:
                 keep.setdefault(id, reason)
-    for id in list(keep):
-        for parent in _needs(by_id[id], sound) or _needs(by_id[id], by_id) or ():
+    followed: set[str] = set()  # what these need is needed by a later one that is kept
+    for id in sorted(keep, key=lambda id: by_id[id].sequence, reverse=True):
+        if id in followed:
+            continue
+        whole = _needs(by_id[id], sound) or ()
+        followed.update(parent.id for parent in whole)
+        for parent in whole or _needs(by_id[id], by_id) or ():
             keep.setdefault(parent.id, f"{id} needs it")
     # A damaged checkpoint stays while newer than these, or while these are few: it may be fixed.
     last = newest[-1].sequence if len(newest) == retention.keep else None
@@ -180,7 +185,7 @@ class _History:
         )
         by_id = {manifest.id: manifest for manifest in ordered}
         sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
-        whole = [m for m in ordered if m.id in sound and _needs(m, sound) is not None]
+        whole = _whole(ordered, sound)
         originals = originals_of(whole)
         abandoned = _abandoned(whole, by_id, originals)
         points: dict[str, Manifest] = {}
@@ -211,6 +216,29 @@ def original_of(manifest: Manifest) -> str:
     its original, of any other its own.
     """
     return originals_of([manifest])[manifest.id]
+
+
+def _whole(ordered: Sequence[Manifest], sound: Mapping[str, Manifest]) -> list[Manifest]:
+    """Return the sound checkpoints of complete chains, in their order. However long chains are,
+    each checkpoint is looked at once, after what it builds on.
+
+    Args:
+        ordered: newest first.
+        sound: by id.
+    """
+    whole: set[str] = set()
+
+    def is_whole(manifest: Manifest) -> bool:
+        parent = parent_among(manifest, sound)
+        if manifest.parent is None or parent is None:
+            return manifest.parent is None
+        fits = parent.id in whole and incompatibility(manifest, parent) is None
+        return fits or copy_among(manifest, sound.values()) is not None
+
+    for manifest in reversed(ordered):
+        if manifest.id in sound and is_whole(manifest):
+            whole.add(manifest.id)
+    return [manifest for manifest in ordered if manifest.id in whole]
 
 
 def _needs(manifest: Manifest, by_id: Mapping[str, Manifest]) -> list[Manifest] | None:

@@ -109,19 +109,23 @@ class RootWriter:
         above = highest_epoch(self._root, self._manifests)
         if self._publishes:
             require_publications(self._root, self._manifests)
-        lease.acquire(earlier, self._uses, above=above)
-        self._require_newest(lease)
+        try:
+            lease.acquire(earlier, self._uses, above=above)
+            self._require_newest(lease)
+            # Until now nothing has protected the checkpoint from deletion.
+            previous = self._lineage.previous
+            if previous is not None and not self._is_whole(previous):
+                logger.warning(
+                    "%s was deleted or damaged meanwhile: the next checkpoint is full", previous.id
+                )
+                self._lineage.force_full()
+        except BaseException:
+            lease.release()  # else it would be renewed as long as the process lives
+            raise
         self._lease = lease
-        # Until now nothing has protected the checkpoint from deletion.
-        previous = self._lineage.previous
-        if previous is not None and not self._is_whole(previous):
-            logger.warning(
-                "%s was deleted or damaged meanwhile: the next checkpoint is full", previous.id
-            )
-            self._lineage.force_full()
 
     def _require_newest(self, lease: Lease) -> None:
-        """Give a claim up if the run would abandon what was committed between restore and claim, as
+        """Refuse a claim if the run would abandon what was committed between restore and claim, as
         by ranks that outlive their agent.
 
         Raises:
@@ -132,7 +136,6 @@ class RootWriter:
         newest = max(known, key=lambda id: known[id], default=None)
         if newest is None or self._newest is None or known[newest] <= self._newest:
             return
-        lease.release()
         raise RootInUse(
             f"{newest} was committed to {self._root} by another process after this run's "
             "restore(), and would be abandoned: restore() again, or start this process again"

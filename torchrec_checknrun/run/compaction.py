@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torchrec_checknrun.errors import CheckNRunError
@@ -62,7 +63,14 @@ class CompactionProcess:
         self._thread = threading.Thread(
             target=self._listen, args=(ours,), name="checknrun-compact", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # nobody would listen to the process
+            os.close(ours)
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+            raise
 
     def wait(self, seconds: float | None = None) -> Copied | None:
         """Wait for the outcome; None if it doesn't come in time."""

@@ -150,7 +150,8 @@ class Proposer:
             return False
         self._ranks.on_all_ranks(self._tracked.refresh)
         own = previous is None or previous.step != step
-        if any(self._ranks.gather(own or self._tracked.is_modified(Consumer.LAST))):
+        modified = self._tracked.is_modified
+        if any(self._ranks.on_all_ranks(lambda: own or modified(Consumer.LAST))):
             return True
         return self.is_changed()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from torchrec_checknrun.errors import CheckNRunError, ModelPartlyRestored
+from torchrec_checknrun.errors import CheckNRunError, CheckpointNotFound, ModelPartlyRestored
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.recovery.missing_root import protect_existing, start_fresh
@@ -95,11 +97,12 @@ class Restoring:
         Returns:
             The tables that the program has written a part of before, which is lost.
         """
-        lost: list[str] = []
+        initialize: Callable[[], list[str]] = list
         if self._uninitialized is not None:
-            lost = initialize_skipped(self.options.model)
-            self._uninitialized = None
-        return sorted(set().union(*self.ranks.gather(lost)))
+            initialize = partial(initialize_skipped, self.options.model)
+        lost = self.ranks.on_all_ranks(initialize)
+        self._uninitialized = None
+        return sorted(set().union(*lost))
 
     def _require_whole_tables(self, lost: list[str]) -> None:
         """Refuse a fresh start that has lost what the program wrote to a part of tables.
@@ -147,10 +150,16 @@ class Restoring:
                 self.saver.writer.keep(found.unread)
                 # ``found`` speaks of the shards as they are now.
                 self.target.tracked.converted = False
+                self.survival.half_way = False
+            elif self.survival.half_way:
+                raise CheckpointNotFound("no checkpoint is left")
         except BaseException as error:
-            if isinstance(error, ModelPartlyRestored) or not isinstance(
-                error, (CheckNRunError, OSError)
-            ):
+            known = isinstance(error, (CheckNRunError, OSError))
+            if isinstance(error, ModelPartlyRestored) or not known or self.survival.half_way:
                 self.partly_restored = str(error)
+            if known and self.survival.half_way:
+                raise ModelPartlyRestored(
+                    f"going back by images failed half-way, and then the restore: {error}"
+                ) from error
             raise
         return found

@@ -347,8 +347,8 @@ class Saver:
         """
         self._claim.close()
         self.going_on.give_up()
-        if self._running is not None and self._running.rows is not None:
-            self._running.rows.close()  # the hooks are gone: training overwrites rows unprotected
+        if self._running is not None:  # the hooks are gone: training overwrites rows unprotected
+            self._running.end_protection()
         self._forget_running()
         self._gradients.close()
         self._background.close()

@@ -241,7 +241,7 @@ class Background:
     ) -> Staging:
         """Lay a snapshot out in chunks, with memory for them; return how they get there."""
         memory = self.memory
-        late = memory.late_copies(snapshot)
+        plan.late = late = memory.late_copies(snapshot)
         save.rows = memory.copy_later(snapshot, late, save.progress)
         if save.rows is not None:
             save.progress.protection = save.rows.copies.protection
@@ -343,8 +343,6 @@ class Background:
                 after_commit,
                 to.root,
             )
-            if save.rows is not None:
-                save.rows.make_ready()
             plan.make_late_copies()
             if unite:
                 plan.unite(self._ranks)

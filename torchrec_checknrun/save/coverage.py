@@ -22,7 +22,7 @@ def left_to_others(
     shards: Shards,
     averaged: Sequence[Container[str]],
     blocks: Sequence[Sequence[BlockSummary]],
-) -> list[tuple[str, ...]]:
+) -> list[set[str]]:
     """Refuse plans in which two ranks write the same, or a part of a table or a sharded tensor is
     missing.
 
@@ -32,19 +32,19 @@ def left_to_others(
         blocks: by rank, its parts of other sharded tensors.
 
     Returns:
-        For each rank the prefixes of the names of items that another rank writes as well.
+        For each rank the keys, as ``key_of`` returns, of items that another rank writes as well.
 
     Raises:
         InvalidPlan: names the table, the ranks and the parts.
     """
-    left: list[tuple[str, ...]] = [()] * len(shards)
+    left: list[set[str]] = [set() for _ in shards]
     for table, parts in _unusual(tables, shards).items():
         written = []
         seen: set[Rectangle] = set()
         for place, rank in parts:  # in the order of ranks
             name = f"{table}{place}"
             if place in seen and name in averaged[rank]:
-                left[rank] += (rows_key(name),)
+                left[rank].add(rows_key(name))
             else:
                 written.append((place, rank))
             seen.add(place)
@@ -57,7 +57,7 @@ def left_to_others(
             keys.setdefault(block.path, []).append(block_key(number, rank))
     for path, pieces in found.items():
         for i in check_blocks(path, pieces):
-            left[pieces[i][1]] += (keys[path][i],)
+            left[pieces[i][1]].add(keys[path][i])
     return left
 
 
@@ -88,6 +88,6 @@ def _unusual(
     return found
 
 
-def writes(left: Iterable[str], table: str) -> bool:
-    """Return whether a rank writes a table's rows, given what it leaves to others."""
-    return not any(name.startswith(f"{table}[") for name in left)
+def tables_among(keys: Iterable[str]) -> set[str]:
+    """Return the tables of which keys of items name a shard."""
+    return {key.rpartition("[")[0] for key in keys}

@@ -201,10 +201,13 @@ class HeldReferences:
         if not tables or manifests[-1].deltas.keys() != tables:
             return
         wanted = _keys(tracked, quantization)
+        keys: dict[str, list[_Key]] = {}
+        for key in wanted:
+            keys.setdefault(key[0], []).append(key)
         for one in references:
-            for key, kind in wanted.items():
-                known = one.table == key[0] and _holds(one.rectangle, key[1])
-                if known and kind.fits(one):  # else the chain's codec or scheme was another
+            for key in keys.get(one.table, ()):
+                # Else the chain's codec or scheme was another.
+                if _holds(one.rectangle, key[1]) and wanted[key].fits(one):
                     self._held[key] = one.part(key[1])
         if self._held.keys() != wanted.keys():
             self.forget()

@@ -20,6 +20,8 @@ from torchrec_checknrun.save.plan import PlanSummary, Prepared
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.snapshot.items import Item, RowsItem, fingerprint
+from torchrec_checknrun.snapshot.late_copies import LateCopies
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 from torchrec_checknrun.snapshot.staging import Staging
 from torchrec_checknrun.threads import ReadyThread
 
@@ -36,6 +38,8 @@ class LocalPart:
         """Adds surveys of these rows."""
         self.kept: object = None
         """Freed behind training: to free tensors lets the background have the interpreter."""
+        self.late: LateCopies | None = None
+        """Ended with this part, however early that fails."""
         self.ready_copier: ReadyThread | None = None
         self._copier: threading.Thread | None = None
         self._save = save
@@ -58,19 +62,23 @@ class LocalPart:
         self._save.end_protection()
         if self._copier is not None:
             self._copier.join()
-        if self.staging is not None and self.staging.late is not None:
-            self.staging.late.end()
-            self._save.progress.protection.seconds += self.staging.late.seconds
+        if self.late is not None:
+            self.late.end()
+            self._save.progress.protection.seconds += self.late.seconds
         rows, self._save.rows, self.kept, self.summarize = self._save.rows, None, None, None
         if rows is not None:
             rows.release()
 
     def make_late_copies(self) -> None:
-        """Copy what an optimizer's step would else have to copy; the background's first work."""
+        """Get ready to copy rows, and copy what an optimizer's step would else have to copy; the
+        background's first work.
+        """
         if self._failure is not None:
             return
         assert self.staging is not None
         try:
+            if self._save.rows is not None:
+                self._save.rows.make_ready()
             if self.staging.late is not None:
                 self.staging.late.make()
         except Exception as error:
@@ -78,14 +86,18 @@ class LocalPart:
 
     def unite(self, ranks: Ranks) -> None:
         """Unite the ranks' marks of data-parallel tables; a collective, even if a rank failed."""
-        replicas = []
+        known: list[tuple[ShardSnapshot, torch.Tensor]] = []
+        united = torch.empty(0, dtype=torch.uint8)
         if self._failure is None:
             assert self.staging is not None
-            replicas = [s for s in self.staging.later if s.copies is None]
-        known = [(s, own) for s in replicas if (own := s.own_rows()) is not None]
+            try:
+                replicas = [s for s in self.staging.later if s.copies is None]
+                known = [(s, own) for s in replicas if (own := s.own_rows()) is not None]
+                united = torch.cat([united, *(own for _, own in known)])
+            except Exception as error:
+                self.fail(error)
         if not all(ranks.gather(self._failure is None)) or not known:
             return
-        united = torch.cat([own for _, own in known])
         dist.all_reduce(united, op=dist.ReduceOp.BOR, group=ranks.group)
         for (snapshot, _), rows in zip(
             known, united.split([len(own) for _, own in known]), strict=True

@@ -21,11 +21,11 @@ from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.model.blocks import BlockSummary
 from torchrec_checknrun.model.progress import OptimizerClock
-from torchrec_checknrun.save.coverage import left_to_others, writes
+from torchrec_checknrun.save.coverage import left_to_others, tables_among
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.shards import Rectangle, TableShape
 from torchrec_checknrun.snapshot.digest import Digest
-from torchrec_checknrun.snapshot.items import Item, Items, state_key
+from torchrec_checknrun.snapshot.items import Item, Items, key_of, state_key
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.threads import gc_paused
 
@@ -260,12 +260,14 @@ def make_global_plan(
     shares = []
     for rank, plan in enumerate(plans):
         own = (name for name in plan.items if writers.get(name, rank) == rank)
-        names = tuple(name for name in own if not name.startswith(again[rank]))
-        shares.append(Share(names, settled))
+        if again[rank]:  # most ranks leave nothing to others
+            own = (name for name in own if key_of(name) not in again[rank])
+        shares.append(Share(tuple(own), settled))
     fp32_bytes = dict.fromkeys(first.tables, 0)
     for summary, left in zip(summaries, again, strict=True):
+        elsewhere = tables_among(left)
         for table, size in summary.fp32_bytes.items():
-            if not left or writes(left, table):  # most ranks leave nothing to others
+            if table not in elsewhere:
                 fp32_bytes[table] += size
     states = dict.fromkeys((name for s in summaries for name in s.replicated), False)
     states |= dict.fromkeys(first.per_rank, True)

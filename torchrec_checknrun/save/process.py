@@ -150,9 +150,10 @@ class WriteProcess:
                 exchange.sent.put(job)
                 if exchange.outcome is not None:
                     break
-                self._connection.send(job.staged)
-        except OSError:
-            pass  # the listener finds the cause
+                try:
+                    self._connection.send(job.staged)
+                except OSError:
+                    break  # the listener finds the cause
         except BaseException as error:
             return error
         return None

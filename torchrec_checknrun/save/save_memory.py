@@ -24,7 +24,7 @@ from torchrec_checknrun.snapshot.encoded_at_cut import (
 from torchrec_checknrun.snapshot.items import Items, RowsItem
 from torchrec_checknrun.snapshot.late_copies import LateCopies
 from torchrec_checknrun.snapshot.memory import Ring, StagingMemory, default_budget
-from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot, row_memory
 from torchrec_checknrun.snapshot.staged import rows_size, tensors_size
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -33,6 +33,10 @@ _SPARE_BYTES = 1 << 20
 _CHUNKS = 4
 """Chunks for which the budget leaves memory beside staging: one is encoded while the previous one
 is written, and each thread's part of the allocator keeps about as much again.
+"""
+_MOST_CHUNKS = 1 << 16
+"""Chunks of rows of a rank's file, about, where the budget allows it: readers refuse a file's index
+that lists twice as many.
 """
 _OVERFLOW_PART = 5
 """Part of the rows that are copied on write for which there is overflow memory; one of so many."""
@@ -55,7 +59,8 @@ class SaveMemory:
         mode: whether rows are copied on write, at the cut, or encoded there.
         memory_budget: bytes for staging and encoding; None: a fraction of the free memory. A state
             object is staged in one piece: a larger one takes more, with a warning.
-        chunk_bytes: memory for a chunk's copies, in bytes; a small budget lowers it.
+        chunk_bytes: memory for a chunk's copies, in bytes; a small budget lowers it, and shards of
+            which a rank's file could not list so many chunks raise it.
         expected: the shards, from which the size of staging memory is estimated.
         dense_bytes: expected bytes of everything outside the tables.
         wait_seconds: longest time that training waits for overflow memory.
@@ -87,7 +92,8 @@ class SaveMemory:
     ) -> None:
         budget = default_budget() if memory_budget is None else _checked(memory_budget, warn)
         self.mode = mode
-        self.chunk_bytes = min(chunk_bytes, budget // (2 * _CHUNKS))
+        rows = sum(s.local.rectangle.rows * row_memory(s.local.tensors) for s in expected)
+        self.chunk_bytes = min(max(chunk_bytes, rows // _MOST_CHUNKS), budget // (2 * _CHUNKS))
         self._budget = budget
         self._most = budget - _CHUNKS * self.chunk_bytes
         self._warned = False

@@ -143,7 +143,8 @@ class Preemption:
         self._news.set()
         self._sigterm.wake()
         # In a thread of its own: the main thread may be stuck with the lock of a stream.
-        _thread("checknrun-log", logger.warning, "SIGTERM to %s: calling the roll", to_whom)
+        with suppress(RuntimeError):  # no thread to be had; this one is still to keep the time
+            _thread("checknrun-log", logger.warning, "SIGTERM to %s: calling the roll", to_whom)
 
     def _keep_time(self) -> None:
         """Hear the signal and exit at a deadline, in a thread that depends on no other."""
@@ -239,7 +240,9 @@ class Sigterm:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for SIGTERM, ``wake`` or a timeout; return whether SIGTERM has come."""
-        ready, _, _ = select.select([self._reader], [], [], seconds)
+        arrivals = select.poll()  # unlike ``select``, for any number of open files
+        arrivals.register(self._reader, select.POLLIN)
+        ready = arrivals.poll(None if seconds is None else 1000 * seconds)
         return bool(ready) and signal.SIGTERM in self._reader.recv(4096)
 
     def wake(self, number: int = 0) -> None:

@@ -38,7 +38,9 @@ class Trigger(Protocol):
     def by_step(self) -> bool: ...
 
     def due(self, now: Moment) -> bool:
-        """Tell whether to begin a checkpoint; one True is remembered until a checkpoint begins."""
+        """Tell whether to begin a checkpoint; one True is remembered until a checkpoint begins,
+        unless the trigger is ``by_step``.
+        """
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,27 +14,32 @@ from torchrec_checknrun.format.manifest import Link, Manifest
 from torchrec_checknrun.format.reader import (
     StoredChunk,
     dense_chunks,
-    read_chunk,
     read_indexes,
     with_bases,
 )
-from torchrec_checknrun.format.row_chunk import RowsHeader
-from torchrec_checknrun.restore.chunks import table_problems
+from torchrec_checknrun.restore.chunks import RowChunk, rows_by_table, table_problems
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.serve.inference.collisions import joined
 from torchrec_checknrun.serve.plan import Plan
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.dense import MODEL, read_dense
+from torchrec_checknrun.tools.dense import MODEL, DenseReader, read_dense
 
-RowChunk = tuple[StoredChunk, RowsHeader]
+_DENSE_BYTES = 256 << 20
+"""Bytes of what lies beside rows to keep for the next version."""
 
 
 class Indexes:
-    """The chunk indexes of the checkpoints that were read last."""
+    """The chunk indexes of the checkpoints that were read last.
+
+    Attributes:
+        dense: reads the chunks beside rows, of one checkpoint after another.
+    """
 
     def __init__(self, root: Folder) -> None:
         self._root = root
         self._held: dict[Link, tuple[StoredChunk, ...]] = {}
+        self._by_table: dict[Link, dict[str, list[RowChunk]]] = {}
+        self.dense = DenseReader(root, _DENSE_BYTES, visible_seconds=0.0)
 
     def of(self, chain: Chain, place: int) -> tuple[StoredChunk, ...]:
         """Return the chunks of one of a chain's checkpoints, without waiting for missing files.
@@ -60,10 +65,18 @@ class Indexes:
             self._held[manifest.link] = with_bases(manifest, chunks, parents)
         return self._held[chain.manifests[place].link]
 
+    def rows_of(self, chain: Chain, place: int) -> Mapping[str, list[RowChunk]]:
+        """Return the chunks of rows of one of a chain's checkpoints, by table; see ``of``."""
+        link = chain.manifests[place].link
+        if link not in self._by_table:
+            self._by_table[link] = rows_by_table(self.of(chain, place))
+        return self._by_table[link]
+
     def keep(self, manifests: tuple[Manifest, ...]) -> None:
         """Forget the indexes of all other checkpoints."""
         links = {manifest.link for manifest in manifests}
         self._held = {link: chunks for link, chunks in self._held.items() if link in links}
+        self._by_table = {link: rows for link, rows in self._by_table.items() if link in links}
 
 
 class Content:
@@ -100,11 +113,11 @@ class Content:
             CorruptCheckpoint: the bytes are missing or not those that were written.
         """
         self.each()
-        link: StoredChunk | None = chunk
-        while link is not None:  # a difference, and all that it is one to
-            self.bytes_read += link.entry.length
-            link = link.base
-        return read_chunk(self.root, chunk, visible_seconds=0.0)
+        dense = self._indexes.dense
+        before = dense.bytes_read
+        content = dense.read(chunk)
+        self.bytes_read += dense.bytes_read - before
+        return content
 
     def chunks_of(self, place: int) -> tuple[StoredChunk, ...]:
         """Return all chunks of one of the chain's checkpoints."""
@@ -114,6 +127,10 @@ class Content:
     def _newest(self) -> tuple[StoredChunk, ...]:
         return self.chunks_of(len(self.plan.chain.manifests) - 1)
 
+    def rows_of(self, place: int, table: str) -> Sequence[RowChunk]:
+        """Return a table's chunks of one of the chain's checkpoints."""
+        return self._indexes.rows_of(self.plan.chain, place).get(table, ())
+
     def rows(self, table: str, first: int = 0) -> Iterator[tuple[int, RowChunk]]:
         """Yield a table's chunks, the newest checkpoint's first, each with the checkpoint's place.
 
@@ -121,10 +138,8 @@ class Content:
             first: the place of the oldest checkpoint to look into.
         """
         for place in range(len(self.plan.chain.manifests) - 1, first - 1, -1):
-            for chunk in self.chunks_of(place):
-                header = chunk.header
-                if isinstance(header, RowsHeader) and header.table == table:
-                    yield place, (chunk, header)
+            for chunk in self.rows_of(place, table):
+                yield place, chunk
 
     def check(self) -> None:
         """Read and check the indexes of all checkpoints that have to be read.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ from torchrec_checknrun.tools.scratch import file_tensor
 
 _BLOCK_BYTES = 1 << 20
 """Bytes of a table that are looked at at a time: copied in less than a millisecond."""
+_FIRST_FILE, _MOST_FILE = 1 << 20, 1 << 30
+"""Bytes of the first file of staged rows, and of the largest: each has twice those of the last."""
 _SLICE_SECONDS = 0.5
 """The longest wait between two looks whether the follower is being closed."""
 
@@ -205,6 +208,8 @@ class _Staged:
         self._rows: list[tuple[str, np.ndarray, torch.Tensor]] = []
         self._dense: dict[str, torch.Tensor] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files = 0
+        self._left = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the last file
 
     def put(self, table: str, ids: np.ndarray, rows: torch.Tensor) -> None:
         size = rows.numel() + ids.nbytes
@@ -220,11 +225,17 @@ class _Staged:
         self._dense[name] = value.detach().clone()
 
     def _filed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Move a tensor to a file of its own."""
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="checknrun-")
-        path = Path(self._folder.name, f"{2 * len(self._rows)}-{tensor.dim()}")
-        return file_tensor(path, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        """Move a tensor to a file, where others follow: a process can map only so many files."""
+        size = tensor.nbytes
+        if size > len(self._left):
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="checknrun-")
+            room = max(size, min(_FIRST_FILE << self._files, _MOST_FILE))
+            path = Path(self._folder.name, str(self._files))
+            self._left = file_tensor(path, (room,), torch.uint8)
+            self._files += 1
+        place, self._left = self._left[:size], self._left[-(-size // 8) * 8 :]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def apply(self) -> None:
         """Copy everything into the model."""
@@ -237,6 +248,7 @@ class _Staged:
     def close(self) -> None:
         """Drop what is staged."""
         self._rows.clear()
+        self._left = self._left[:0].clone()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -327,8 +339,9 @@ def _wait(
     Raises:
         ReadersStay: they don't, or the follower is closed.
     """
-    waited = 0.0
+    began = time.monotonic()
     while not met():
+        waited = time.monotonic() - began  # whoever else leaves ends a pause early
         if closing() or waited >= seconds:
             which = "the first model" if version is None else version.checkpoint_id
             raise ReadersStay(
@@ -336,4 +349,3 @@ def _wait(
                 "`with follower.read()` after each prediction"
             )
         condition.wait(min(_SLICE_SECONDS, seconds - waited))
-        waited += _SLICE_SECONDS

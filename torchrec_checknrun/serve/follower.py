@@ -20,6 +20,7 @@ from torchrec_checknrun.errors import (
     IncompatibleCheckpoint,
 )
 from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.root.chain import Chain, newest, resolve
 from torchrec_checknrun.root.followers import announced
 from torchrec_checknrun.serve.alone import require_alone
@@ -202,16 +203,16 @@ class Follower:
                 "start() needs an interval: Follower(..., interval_seconds=1), or call poll()"
             )
         if self._thread is None:
-            self._closing.clear()
+            self._closing = threading.Event()  # a thread before may still have to see its own
             self._thread = start_looking(self, self._closing, self._interval)
 
     def close(self) -> None:
         """Stop the thread, if any; the version that is served stays."""
         self._closing.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
             with self._pace.hurried():
-                self._thread.join(self._seconds)
-            self._thread = None
+                thread.join(self._seconds)
 
     def __enter__(self) -> Follower:
         if self._interval is not None:
@@ -255,18 +256,18 @@ class Follower:
             return
         unusable: dict[str, Exception] = {}
         for _ in range(_PLANS):
-            chain, problems = newest(self._root, unusable)
-            problems += [f"{name}: {error}" for name, error in unusable.items()]
+            chain, found = newest(self._root, unusable)
+            problems = listed([*found, *(f"{n}: {e}" for n, e in unusable.items())], "; ")
             if chain is None:
                 if problems:
-                    raise ChainBroken(f"{self._root} holds no whole chain: {'; '.join(problems)}")
+                    raise ChainBroken(f"{self._root} holds no whole chain: {problems}")
                 if self._copies.version is not None:
                     raise ChainBroken(f"{self._root} holds no checkpoint any more")
                 self._lag.looked(None)
                 return
             served = self._served[-1].sequence if self._served else -1
             if problems and chain.head.sequence < served:
-                raise ChainBroken(f"newer checkpoints can't be read: {'; '.join(problems)}")
+                raise ChainBroken(f"newer checkpoints can't be read: {problems}")
             self._pace.rest()
             todo = self._plan(chain, unusable)
             if not todo.current:
@@ -279,7 +280,7 @@ class Follower:
                     continue
             self._served = todo.chain.manifests
             self._indexes.keep(self._served)
-            self._lag.looked(self._served[-1], "; ".join(problems) or None)
+            self._lag.looked(self._served[-1], problems or None)
             self._copies.settle(self._pace.rest)
             return
         raise ChainBroken(

@@ -19,9 +19,10 @@ from torchrec_checknrun.format.manifest import TableTotals
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.native import Chosen
+from torchrec_checknrun.restore.chunks import RowChunk
 from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.row_sets import DoneRows
-from torchrec_checknrun.serve.content import Content, RowChunk
+from torchrec_checknrun.serve.content import Content
 from torchrec_checknrun.serve.copies import Target
 from torchrec_checknrun.serve.inference.names import Names
 from torchrec_checknrun.serve.inference.replica import Replica
@@ -233,7 +234,7 @@ class Load:
             links = self._memory.links[saved] = TableLinks(self._content.root, saved, rows)
         links.read = self._content.read
         for place in range(first, len(plan.chain.manifests)):
-            links.add(self._content.chunks_of(place))
+            links.add(self._content.rows_of(place, saved))
         said = self._content.head.deltas.get(saved)
         if said is None or said.after != links.digest:
             raise CorruptCheckpoint(

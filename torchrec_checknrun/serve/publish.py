@@ -46,7 +46,7 @@ from torchrec_checknrun.root.retention import Retention
 from torchrec_checknrun.root.writer import RootWriter, commit
 from torchrec_checknrun.shards import RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.tools.dense import MODEL
+from torchrec_checknrun.tools.dense import MODEL, DenseReader
 from torchrec_checknrun.tools.links import TableLinks
 from torchrec_checknrun.version import __version__
 
@@ -140,7 +140,7 @@ def _add(
     first = max((p for p, m in enumerate(chain.manifests) if m.id in copies), default=-1) + 1
     if first == len(chain.manifests):
         return chain.head.id, ()
-    content = read_content(source, chain)
+    content = read_content(source, chain, whole=True)
     _refuse_unfollowed(content)
     lineage = Lineage()
     if held is not None:
@@ -222,7 +222,7 @@ class _Copying:
         self._quantization = Quantization()
         if self.bits is not None:
             self._quantization = Quantization(bits=self.bits, method="asymmetric")
-        self._held = self.lineage.previous
+        self._held, self._dense = self.lineage.previous, DenseReader(self.source)
         chunks = (chunk for of_one in self.content.chunks for chunk in of_one)
         self._whole = sum(chunk.entry.length for chunk in chunks)
 
@@ -316,7 +316,7 @@ class _Copying:
             if isinstance(header, RowsHeader):
                 yield self._rows(chunk, header)
             elif not isinstance(entry, RowsEntry) and _is_of_model(entry):
-                payload = read_chunk(self.source, chunk)  # whole, even where it is a difference
+                payload = self._dense.read(chunk)  # whole, even where it is a difference
                 yield EncodedChunk(replace(unwritten(entry), difference=UNSET), [payload])
             self._gone += chunk.entry.length
             if self.progress is not None:
@@ -334,7 +334,7 @@ class _Copying:
                 rows = manifest.tables[table].rows
                 self._links[table] = TableLinks(self.source, table, rows)
             links = self._links[table]
-            links.add(self.content.chunks[place])
+            links.add(self.content.by_table[place].get(table, ()))
             if links.digest != said.after:
                 raise CorruptCheckpoint(
                     f"{manifest.id}: the rows of {table} have digest {links.digest}, the manifest "

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from heapq import nlargest
+from itertools import islice
 
 import torch
 
@@ -30,6 +33,9 @@ from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.snapshot.items import RowsItem
 from torchrec_checknrun.snapshot.memory import StagingMemory
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
+
+_LOOKS = 32
+"""A look at what overflow memory holds names one in so many of the items that are left."""
 
 
 def why_copied_at_cut(shard: TrackedShard) -> str | None:
@@ -123,6 +129,7 @@ class CutRows:
         self.copies = RowCopies(memory.overflow, wait_seconds)
         self._held: list[Layer] = []
         self._states: list[_RowStates] = []
+        self._urgent: list[str] = []  # the most urgent last
         self._watches: dict[WriteWatch, KernelCopies] = {}
         by_watch: dict[WriteWatch, dict[int, ShardAtCut]] = {}
         try:
@@ -131,8 +138,9 @@ class CutRows:
                 assert shard is not None
                 states = memory.states(shard.marks)
                 self._states.append(states)
+                generation = states.advance()  # first: it may make new bytes
                 by_watch.setdefault(shard.writes, {})[shard.index] = ShardAtCut(
-                    self._frozen(snapshot), snapshot.tensors, states.bytes, states.advance()
+                    self._frozen(snapshot), snapshot.tensors, states.bytes, generation
                 )
             for watch, shards in by_watch.items():
                 self._watches[watch] = KernelCopies(self.copies, shards)
@@ -189,13 +197,19 @@ class CutRows:
             raise self.copies.failure
 
     def most_urgent(self, left: Mapping[str, RowsItem]) -> str | None:
-        """Return the item that frees most overflow memory; None if there is enough of it.
+        """Return an item that frees much overflow memory; None if there is enough of it.
+
+        A look at all items names the next few: the items of a large shard are many.
 
         Args:
             left: the items that are still to be staged, by name.
         """
         if not self.copies.overflow.nearly_full:
+            self._urgent = []
             return None
+        while self._urgent:
+            if (name := self._urgent.pop()) in left:
+                return name
         ranges: dict[ShardCopies, list[int]] = {}
         names: dict[ShardCopies, list[str]] = {}
         for name, item in left.items():
@@ -208,9 +222,12 @@ class CutRows:
             (count, name)
             for copies, of_shard in ranges.items()
             for count, name in zip(copies.native.held_in(of_shard), names[copies], strict=True)
+            if count
         ]
-        count, name = max(held, default=(0, ""))
-        return name if count else None
+        few = 1 + len(left) // _LOOKS
+        next_ones = [name for _, name in nlargest(few, held)] or [*islice(left, few)]
+        self._urgent = next_ones[::-1]
+        return self._urgent.pop() if self._urgent else None
 
     def close(self) -> None:
         """End protection, note its price, and let go of the frozen marks; idempotent."""
@@ -223,7 +240,8 @@ class CutRows:
         for layer in held:
             layer.release()
         for states in self._states:
-            states.renew()
+            with suppress(MemoryError, RuntimeError):  # no memory: a later cut asks again
+                states.renew()
 
     def release(self) -> None:
         """Give overflow memory back, once no thread copies rows; else errors would keep it, since

@@ -213,6 +213,11 @@ def fingerprint(
     return {name: digest.whole for name, digest in digests.items()}, dict(progress)
 
 
+def key_of(name: str) -> str:
+    """Return the prefix of an item's name, of ``rows_key`` or ``block_key``; of others anything."""
+    return name[: name.rfind("#") + 1]
+
+
 def rows_key(shard: str) -> str:
     """Return the prefix of the item names of a shard's rows.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
@@ -129,8 +130,11 @@ class LeftOut:
         new = {name: tensor for name, tensor in beside.items() if name not in self._told}
         if not new:
             return
-        leaves = [leaf for state in saved.values() for leaf in _all_leaves(state)]
-        lost = [n for n, tensor in new.items() if not any(_shows(leaf, tensor) for leaf in leaves)]
+        leaves = (leaf for state in saved.values() for leaf in _all_leaves(state))
+        shapes: set[tuple[int, ...]] = {tensor.shape for tensor in new.values()}
+        rows = {shape[:1] for shape in shapes}
+        shown = {_content(leaf) for leaf in leaves if _may_show(leaf, shapes, rows)} - {None}
+        lost = [name for name, tensor in new.items() if _content(tensor) not in shown]
         self._told |= {*lost}
         if lost:
             logger.warning(
@@ -152,7 +156,11 @@ class LeftOut:
 
     def _look(self, saved: Mapping[str, object]) -> None:
         moved = [key for key, mark in self._marks().items() if self._has_moved(key, mark)]
-        lost = [(at, name) for at, name in moved if not self._is_saved(at, name, saved)]
+        lost = []
+        if moved:
+            shown = _Shown(saved)
+            values = ((key, _value(self._modules[key[0]][1], key[1])) for key in moved)
+            lost = [key for key, value in values if not shown.holds(key[1], value)]
         for key in moved:
             del self._first[key]
         if lost:
@@ -189,16 +197,24 @@ class LeftOut:
             and self._copies[key] != bytes(raw_bytes(_value(module, name)))
         )
 
-    def _is_saved(self, at: int, name: str, saved: Mapping[str, object]) -> bool:
-        """Return whether a state has a value under its name, or a module's extra state has it."""
-        value, last = _value(self._modules[at][1], name), name.rpartition(".")[2]
+
+class _Shown:
+    """The values that states show, by name: a large model has thousands, of which many may move."""
+
+    def __init__(self, saved: Mapping[str, object]) -> None:
+        self._named: dict[str, list[object]] = {}
+        self._extra: list[object] = []
         for path, leaf in chain.from_iterable(map(_leaves, saved.values())):
-            equal = _equals(leaf, value)
-            named = path[-1].rpartition(".")[2] == last
-            extra = any(part.endswith(_EXTRA_STATE_KEY_SUFFIX) for part in path)
-            if (named and (equal or type(value) not in _NUMBERS)) or (extra and equal):
-                return True
-        return False
+            self._named.setdefault(path[-1].rpartition(".")[2], []).append(leaf)
+            if any(part.endswith(_EXTRA_STATE_KEY_SUFFIX) for part in path):
+                self._extra.append(leaf)
+
+    def holds(self, name: str, value: object) -> bool:
+        """Return whether a state has a value under its name, or a module's extra state has it."""
+        named = self._named.get(name.rpartition(".")[2], ())
+        if named and type(value) not in _NUMBERS:
+            return True
+        return any(_equals(leaf, value) for leaf in chain(named, self._extra))
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:
@@ -339,19 +355,21 @@ def _all_leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def _shows(leaf: Any, parameter: torch.Tensor) -> bool:
-    """Return whether a value of a state is a parameter's, as a tensor or in another form."""
+def _may_show(leaf: Any, shapes: set[tuple[int, ...]], rows: set[tuple[int, ...]]) -> bool:
+    """Return whether a value of a state may be one of some tensors, by their shapes and rows."""
     if isinstance(leaf, (list, tuple)):
-        if [len(leaf)] != [*parameter.shape[:1]] or not isinstance(leaf[0], (float, list)):
-            return False
-    elif np.shape(leaf) != parameter.shape and not isinstance(leaf, float):
-        return False
+        return (len(leaf),) in rows and isinstance(leaf[0], (float, list))
+    return isinstance(leaf, float) or np.shape(leaf) in shapes
+
+
+def _content(value: Any) -> tuple[int, bytes] | None:
+    """Return what is the same of equal values, whatever their form; None if it is unknown."""
     with suppress(Exception):  # tensors may be of any class, lists of anything
-        values = torch.as_tensor(leaf).detach().cpu()
-        return values.numel() == parameter.numel() and bool(
-            (values.reshape(parameter.shape) == parameter.detach().cpu()).all()
-        )
-    return False
+        values = torch.as_tensor(value).detach().cpu()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        flat = values.reshape(-1).to(torch.float64) + 0.0  # of both zeros one
+        return len(flat), xxhash.xxh3_128_digest(flat.numpy().data)
+    return None
 
 
 def _leaves(value: object, path: tuple[str, ...] = ("",)) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -141,7 +141,7 @@ class ShardSnapshot:
 
     def span_rows(self, chunk_bytes: int) -> int:
         """Return the number of rows of a chunk; see ``spans``."""
-        return max(1, chunk_bytes // _row_memory(self.tensors))
+        return max(1, chunk_bytes // row_memory(self.tensors))
 
     def positions(self, start: int, stop: int) -> torch.Tensor:
         """Return the positions of the rows to write in a range: ``(n,)`` int64, sorted."""
@@ -386,7 +386,7 @@ def _part(modified: Callable[[], RowSet], start: int, stop: int) -> RowSet:
     return modified().part(start, stop)
 
 
-def _row_memory(tensors: list[torch.Tensor]) -> int:
+def row_memory(tensors: list[torch.Tensor]) -> int:
     """Bound the bytes that a row of a chunk takes while the chunk is saved or restored.
 
     A row is held as the kernel has it and as it is stored, at most as fp32; the allocator keeps up

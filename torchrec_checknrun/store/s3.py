@@ -54,25 +54,22 @@ class S3Upload:
         return len(view)
 
     def commit(self) -> int:
-        """Send the rest and make the object visible; return its number of bytes.
+        """Send the rest and make the object visible; return its number of bytes. After an error,
+        ``discard`` is still to be called.
 
         Raises:
             StorageFailed: the store did not confirm exactly the parts that were sent.
         """
-        try:
-            if self._upload is None:
-                data = bytes(self._buffer)
-                self._call("put_object", Body=data)
-            else:
-                if self._buffer:
-                    self._send(bytes(self._buffer))
-                while self._on_way:
-                    self._sent.append(self._on_way.popleft().result())
-                self._require_parts()
-                self._complete()
-        except BaseException:
-            self.discard()
-            raise
+        if self._upload is None:
+            data = bytes(self._buffer)
+            self._call("put_object", Body=data)
+        else:
+            if self._buffer:
+                self._send(bytes(self._buffer))
+            while self._on_way:
+                self._sent.append(self._on_way.popleft().result())
+            self._require_parts()
+            self._complete()
         self._end()
         return self._position
 

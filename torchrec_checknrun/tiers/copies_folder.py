@@ -129,7 +129,10 @@ class CopiesFolder:
             found = _NAME.fullmatch(path.name)
             if found is None or found[1] != mine[1] or (found[2], found[4]) == (mine[2], mine[4]):
                 continue
-            status = os.lstat(path)
+            try:
+                status = os.lstat(path)
+            except FileNotFoundError:
+                continue  # another rank of this machine sweeps, too
             old = status.st_mtime <= time.time() - keep_hours * 3600
             images = path.parent.glob(f"checknrun-{found[1]}-{found[2]}-*of{found[4]}.image")
             over = found[2] == mine[2] or (old and not any(images))

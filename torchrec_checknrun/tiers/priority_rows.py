@@ -26,6 +26,7 @@ from torchrec_checknrun.format.rank_file import rank_file_name, write_rank_file
 from torchrec_checknrun.format.row_chunk import RowsHeader, encode_rows
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.marks.priorities import (
     LargestChange,
     LargestGrowth,
@@ -75,7 +76,9 @@ class PriorityRows:
         self._priorities: dict[int, Priority] = {}
         self._shards: list[TrackedShard] = []
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checknrun-priority")
-        self._running: Future[None] | None = None
+        self._running: Future[bool] | None = None
+        self._taken: list[tuple[Marks, torch.Tensor]] = []
+        """By shard, the rows of the last save, until it is known to be written."""
         self._told = False
 
     def restart(self, step: int) -> None:
@@ -103,6 +106,7 @@ class PriorityRows:
         if self._running is not None and not self._running.done():
             self._tell("the one before is still being written")
             return
+        self._give_back()
         chunks = list(self._take())
         if chunks:
             name = directory_of(head, run, step)
@@ -121,7 +125,7 @@ class PriorityRows:
 
     def _begin(self, head: str | None) -> None:
         """Count from now on: the checkpoint has all rows as they were."""
-        self._since = head
+        self._since, self._taken = head, []
         for shard in self._shards:
             shard.marks.noted = None
         self._shards = self._local()
@@ -134,6 +138,14 @@ class PriorityRows:
                 self._priorities[at] = priority
                 shard.marks.noted = priority.note
 
+    def _give_back(self) -> None:
+        """Mark the rows of the last save again, unless it was written."""
+        taken, self._taken = self._taken, []
+        running = self._running
+        if running is not None and (running.exception() or not running.result()):
+            for marks, rows in taken:
+                marks.live[rows] = marks.live[rows] | int(Consumer.PRIORITY)
+
     def _take(self) -> Iterator[_Chunk]:
         """Choose and copy rows: all that were modified, or so many of the highest priority."""
         for at, priority in self._priorities.items():
@@ -145,17 +157,21 @@ class PriorityRows:
                 rows = chosen[marked[chosen]].sort().values
             else:
                 rows = marked.nonzero().reshape(-1)
+            self._taken.append((shard.marks, rows))
             live[rows] = live[rows] & (~int(Consumer.PRIORITY) & 255)
             yield from _chunks(shard.local, rows)
 
-    def _write(self, name: str, head: str, chunks: Sequence[_Chunk]) -> None:
+    def _write(self, name: str, head: str, chunks: Sequence[_Chunk]) -> bool:
+        written = False
         try:
             folder = self._root / PRIORITY_SAVES / name
             folder.create()
             write_rank_file(folder, self._rank, iter(chunks))
+            written = True
         except (CheckNRunError, OSError) as error:
             self._tell(str(error))
         self._prune(head, None)
+        return written
 
     def _prune(self, head: str | None, after: int | None) -> None:
         """Remove this rank's saves that are of no use.

@@ -44,16 +44,18 @@ def missing_states(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterato
 
 def gaps(manifest: Manifest, chunks: Sequence[StoredChunk]) -> Iterator[str]:
     """Yield bytes that belong to no chunk, and rows that a manifest lists and no chunk holds."""
+    by_file: dict[str, list[StoredChunk]] = {file.name: [] for file in manifest.files}
+    for chunk in chunks:
+        by_file[chunk.file].append(chunk)
     for file in manifest.files:
         ends = 0
-        for chunk in chunks:
-            if chunk.file == file.name:
-                if chunk.entry.offset != ends:
-                    yield (
-                        f"{manifest.id}/{file.name}: chunk {chunk.number} begins at "
-                        f"{chunk.entry.offset}, the one before ends at {ends}"
-                    )
-                ends = chunk.entry.offset + chunk.entry.length
+        for chunk in by_file[file.name]:
+            if chunk.entry.offset != ends:
+                yield (
+                    f"{manifest.id}/{file.name}: chunk {chunk.number} begins at "
+                    f"{chunk.entry.offset}, the one before ends at {ends}"
+                )
+            ends = chunk.entry.offset + chunk.entry.length
         if ends != file.index_offset:
             yield f"{manifest.id}/{file.name}: {file.index_offset - ends} bytes are of no chunk"
     stored = dict.fromkeys(manifest.tables, 0)

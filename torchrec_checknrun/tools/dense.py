@@ -18,15 +18,63 @@ from torchrec_checknrun.boxes import Box, tiles
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import BlockHeader, decode_block, decode_state_chunk, name_of
 from torchrec_checknrun.format.entries import StateEntry
-from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.format.reader import (
+    VISIBLE_SECONDS,
+    StoredChunk,
+    dense_key,
+    read_chunk,
+)
 from torchrec_checknrun.store.folder import Folder
 
 MODEL = "model"
 """The state whose names have no prefix."""
+KEPT_BYTES = 1 << 30
+"""Bytes that a ``DenseReader`` keeps: as many as a rank writes as differences."""
 _TWICE = (
     "{} has two values that would be called {!r}: give other names to the state objects, or to the "
     "keys of a state dict, where 'a.b' may be beside a 'b' in 'a', or 1 beside '1'"
 )
+
+
+class DenseReader:
+    """A reader of the chunks of one checkpoint after another.
+
+    It keeps the contents beside table rows, to which differences of the next checkpoint are added:
+    else each of them would be read with all those before.
+
+    Args:
+        most: bytes to keep.
+        visible_seconds: as for ``read_chunk``.
+
+    Attributes:
+        bytes_read: from the storage, so far.
+    """
+
+    def __init__(
+        self, root: Folder, most: int = KEPT_BYTES, visible_seconds: float = VISIBLE_SECONDS
+    ) -> None:
+        self._root = root
+        self._left = most
+        self._visible_seconds = visible_seconds
+        self._kept: dict[object, tuple[str, memoryview]] = {}
+        self.bytes_read = 0
+
+    def read(self, chunk: StoredChunk) -> memoryview:
+        """Return a chunk's content, verified; see ``read_chunk``."""
+        place = dense_key(chunk.entry)
+        before = self._kept.get(place)
+        known = {} if before is None else dict([before])
+        link: StoredChunk | None = chunk
+        while link is not None and link.key not in known:  # a difference, and all that it is one to
+            self.bytes_read += link.entry.length
+            link = link.base
+        content = read_chunk(self._root, chunk, visible_seconds=self._visible_seconds, known=known)
+        if before is not None:
+            self._left += len(self._kept.pop(place)[1])
+        if place is not None and len(content) <= self._left:
+            self._left -= len(content)
+            self._kept[place] = chunk.key, content
+        return content
 
 
 def read_dense(

@@ -64,7 +64,7 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     if codec is None:
         return FusedRows(stored)
     found = FusedRows(stored)
-    parts, rows = content.rows_by_columns()[table], content.chain.head.tables[table].rows
+    parts, rows = content.rows_by_columns[table], content.chain.head.tables[table].rows
     for columns, newest_first in parts.items():
         suffix = f".columns_{columns[0]}_{columns[1]}" if len(parts) > 1 else ""
         tensors = _newest(root, newest_first, codec, rows, scratch)
@@ -112,7 +112,7 @@ def _one_width(content: ChainContent, table: str) -> tuple[Rowwise | None, str]:
     """Return the codec of a table whose rows are all stored at one width, and what to call that;
     or None, and the reason why the table is written in full.
     """
-    parts = content.rows_by_columns().get(table, {})
+    parts = content.rows_by_columns.get(table, {})
     rows = content.chain.head.tables[table].rows
     counts: dict[str, int] = {}
     codecs: dict[int, Rowwise] = {}

@@ -15,9 +15,8 @@ from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk
-from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.restore.chunks import ChainContent, read_content
+from torchrec_checknrun.restore.chunks import ChainContent, RowChunk, read_content
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
@@ -44,16 +43,13 @@ class TableLinks:
         """Return the digest of all rows, as a manifest has it."""
         return text_of(sum(one.digest for one in self.by_columns.values()))
 
-    def add(self, chunks: Iterable[StoredChunk]) -> None:
+    def add(self, chunks: Iterable[RowChunk]) -> None:
         """Add a checkpoint's chunks of the table.
 
         Raises:
             CorruptCheckpoint: a chunk is damaged, or doesn't follow what was added.
         """
-        for chunk in chunks:
-            header = chunk.header
-            if not isinstance(header, RowsHeader) or header.table != self._table:
-                continue
+        for chunk, header in chunks:
             if not isinstance(header.codec, Chained):
                 raise CorruptCheckpoint(
                     f"{chunk.checkpoint}/{chunk.file}, chunk {chunk.number}: rows of {self._table} "
@@ -76,8 +72,8 @@ def build_table(root: Folder, content: ChainContent, table: str) -> ByColumns:
     """
     head = content.chain.head
     links = TableLinks(root, table, head.tables[table].rows)
-    for chunks in content.chunks:
-        links.add(chunks)
+    for by_table in content.by_table:
+        links.add(by_table.get(table, ()))
     if problem := _mismatch(head, table, links.digest):
         raise CorruptCheckpoint(problem)
     return links.by_columns
@@ -109,9 +105,9 @@ def _chain_problems(root: Folder, chain: Chain) -> Iterator[tuple[str, str]]:
         return  # reported with the checkpoint's own chunks
     for table in chain.head.deltas:
         links = TableLinks(root, table, chain.head.tables[table].rows)
-        for manifest, chunks in zip(chain.manifests, content.chunks, strict=True):
+        for manifest, by_table in zip(chain.manifests, content.by_table, strict=True):
             try:
-                links.add(chunks)
+                links.add(by_table.get(table, ()))
             except (CheckNRunError, OSError) as error:
                 yield manifest.id, f"{table}: {error}"
                 break

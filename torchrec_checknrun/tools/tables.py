@@ -18,7 +18,6 @@ import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
-from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.rows import RowRestore
@@ -83,14 +82,7 @@ class TableReader:
         self.shape = TableShape(totals.rows, totals.dim)
         self._chain = content.chain
         self._cache = cache
-        self._chunks = tuple(
-            tuple(
-                (chunk, chunk.header)
-                for chunk in chunks
-                if isinstance(chunk.header, RowsHeader) and chunk.header.table == table
-            )
-            for chunks in content.chunks
-        )
+        self._chunks = tuple(tuple(by_table.get(table, ())) for by_table in content.by_table)
         self.dtype, self.states = self._kinds()
 
     def _kinds(self) -> tuple[torch.dtype, StateKinds]:

@@ -31,7 +31,6 @@ from torchrec_checknrun.format.rank_file import read_footer
 from torchrec_checknrun.format.reader import (
     StoredChunk,
     dense_chunks,
-    read_chunk,
     read_indexes,
     with_bases,
 )
@@ -51,7 +50,7 @@ from torchrec_checknrun.tools.completeness import (
     problem_of,
 )
 from torchrec_checknrun.tools.control_records import find_damage
-from torchrec_checknrun.tools.dense import piece_problems
+from torchrec_checknrun.tools.dense import DenseReader, piece_problems
 from torchrec_checknrun.tools.links import digest_problems
 from torchrec_checknrun.writers.claims import FOLDER
 
@@ -89,8 +88,9 @@ def verify(
 
     Pins are checked, too. Unreadable content is a problem in the result, and stops nothing else.
 
-    Memory: one chunk at a time, and of one table at a time a bit for each row and range of columns;
-    of a table stored as differences what its rows restore to, about a quarter of the table.
+    Memory: one chunk at a time, up to 1 GiB of what lies beside tables, and of one table at a time
+    a bit for each row and range of columns; of a table stored as differences what its rows restore
+    to, about a quarter of the table.
 
     Args:
         root: the checkpoints' folder or fsspec URL.
@@ -153,11 +153,12 @@ def _manifests(
     parents: dict[str, str] = {}
     problems: dict[str, list[str]] = {}
     resolved: set[str] = set()  # with all their parents
+    known: dict[str, Manifest] = {}
     for id in wanted:
         if id in resolved:
             continue
         try:
-            chain = resolve(root, id)
+            chain = resolve(root, id, known)
         except CheckpointNotFound:
             if named:
                 raise
@@ -217,6 +218,7 @@ class _Verification:
         self, root: Folder, parents: Mapping[str, str], step: Callable[[int], None]
     ) -> None:
         self._root = root
+        self._reader = DenseReader(root)
         self._parents = parents
         self._step = step
         self._kinds: dict[str, dict[str, _Kinds]] = {}
@@ -259,7 +261,7 @@ class _Verification:
             held = _Held(part, table)
             for chunk in filter(_has_base, part):
                 try:
-                    ids = _decode(chunk, read_chunk(self._root, chunk))
+                    ids = _decode(chunk, self._reader.read(chunk))
                     if ids is not None:
                         held.add(chunk, ids)
                     sound += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 from pathlib import Path
@@ -16,7 +17,12 @@ from tests.distributed.states import gather
 from tests.unit.run.jobs import checkpointer, make_job, train
 from tests.unit.run.lives import Lives, by_images, differences, image_of, undisturbed
 from torchrec_checknrun import Checkpointer, HostCopies, Images, native
-from torchrec_checknrun.errors import ImagesRefused, ModelPartlyRestored
+from torchrec_checknrun.errors import (
+    CheckpointNotFound,
+    ImagesRefused,
+    ModelPartlyRestored,
+    StorageFailed,
+)
 from torchrec_checknrun.memory import shard_memory
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.shard_memory import ShardMemory
@@ -25,6 +31,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
 from torchrec_checknrun.shared_memory.header import HEAD_BYTES
+from torchrec_checknrun.store.folder import Folder
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
@@ -289,3 +296,40 @@ def test_a_failure_while_going_back_is_told(lives: Lives, monkeypatch: pytest.Mo
     assert report.source == "checkpoint"
     assert "going back failed" in report.without_images[0]
     assert differences(job, wanted) == []
+
+
+def test_a_failure_while_going_back_on_storage_that_fails(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse to go on with a model that is half of a step, until a restore succeeds."""
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    saver.save()
+    wanted = gather(job)
+    train(job, saver)
+    job.train()
+    lives.die()
+    job, saver = lives.begin()
+    with monkeypatch.context() as patch:
+
+        def unlisted(folder: Folder) -> list[str]:
+            raise StorageFailed(errno.EIO, "nothing can be listed, says the test")
+
+        def fail(*_: object) -> None:
+            patch.setattr(Folder, "names", unlisted)
+            raise ValueError("says the test")
+
+        patch.setattr(StepJournal, "undo_to", fail)
+        with pytest.raises(ModelPartlyRestored, match="nothing can be listed"):
+            saver.restore()
+    for act in (saver.step, saver.save):
+        with pytest.raises(ModelPartlyRestored, match="nothing can be listed"):
+            act()
+    report = saver.restore()
+    assert report is not None
+    assert differences(job, wanted) == []
+    train(job, saver)
+    with pytest.raises(CheckpointNotFound):  # which changes nothing any more
+        saver.restore(f"{report.id[:-1]}x")
+    train(job, saver)

@@ -86,11 +86,11 @@ def test_the_newest_while_it_is_half_deleted(root: Folder, monkeypatch: pytest.M
     new = leftover(root, old.sequence + 1)
     real = chain.resolve
 
-    def resolve(folder: Folder, name: str) -> chain.Chain:
+    def resolve(folder: Folder, name: str, *more: Any) -> chain.Chain:
         if name == old.id and (root / old.id).size(MANIFEST_NAME) is not None:
             finish(root, new, old)
             (root / old.id).delete(MANIFEST_NAME)
-        return real(folder, name)
+        return real(folder, name, *more)
 
     monkeypatch.setattr(chain, "resolve", resolve)
     found, _ = newest(root)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from torchrec_checknrun.marks import layers
 from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save import background
+from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.tracking import track
+from torchrec_checknrun.writers.lease import Lease
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -326,3 +329,21 @@ def test_gradients_that_were_dropped_wait_for_nobody() -> None:
         waiting.append(pending.waiting)
     pending.close()
     assert waiting == [True, False, True, False]
+
+
+def test_a_run_fails_while_the_background_lets_go_of_its_rows(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = checkpointer(tmp_path, job, staging="copy")
+    saver.save(wait=False)
+    running = saver._saver.running
+    assert running is not None
+    assert running.known.wait(60)
+    running.leave()
+    rows = mock.Mock()
+    looks = [rows]  # it sets them to None between two looks
+    seen = property(lambda save: looks.pop() if looks else None)
+    monkeypatch.setattr(Save, "rows", seen, raising=False)
+    saver.__exit__(ValueError, ValueError("says the test"), None)
+    rows.close.assert_called_once()
+    assert not any(lease._root.url == saver.root.url for lease in Lease._held)

@@ -19,9 +19,11 @@ from tests.distributed.states import gather, scramble
 from tests.examples import some_of
 from torchrec_checknrun import Checkpointer, Full, Quantization
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.save import save_memory
 from torchrec_checknrun.snapshot import memory as staging_memory
 from torchrec_checknrun.snapshot.memory import StagingMemory
+from torchrec_checknrun.store.folder import Folder
 
 
 @pytest.fixture(autouse=True)
@@ -259,3 +261,25 @@ def test_a_state_that_grows_does_not_touch_all_anew_each_time(tmp_path: Path, jo
                 saver.save()
         assert make.call_count <= 3
         check_restored(saver, job)
+
+
+# Chunks of large shards
+
+
+@pytest.mark.parametrize("budget", [64 << 20, 40_000])
+def test_a_large_shard_has_no_more_chunks_than_a_file_lists(
+    tmp_path: Path, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 6 MB a chunk, a rank of 700 GB could write all of its rows, and not their list."""
+    spec = ModelSpec((CollectionSpec("c", (TableSpec("t", 5000, 8, ("f0",)),)),))
+    job = Job.build(spec, uniform_plan(spec, "table_wise", 1))
+    monkeypatch.setattr(save_memory, "_MOST_CHUNKS", 20)
+    with checkpointer(tmp_path / "root", job, Growing(), memory_budget=budget) as saver:
+        report = saver.save()
+        check_restored(saver, job)
+    manifest = read_manifest(Folder(tmp_path / "root"), report.id)
+    (file,) = manifest.files
+    if budget == 64 << 20:
+        assert 20 <= file.chunks < 30
+    else:  # memory comes first
+        assert file.chunks > 200

@@ -305,3 +305,30 @@ def test_more_saves_than_generations(tmp_path: Path, monkeypatch: pytest.MonkeyP
     saver.save()
     saver.close()
     assert differences(tmp_path, wanted) == []
+
+
+def test_no_memory_for_new_generations_behind_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Have the next cut make them, and copy each row of every cut."""
+    from torchrec_checknrun.snapshot import cut_rows
+
+    renew, failed = cut_rows._RowStates.renew, []
+
+    def refuse_behind(states: cut_rows._RowStates) -> None:
+        last = states.generation == cut_rows.GENERATIONS
+        if last and threading.current_thread() is not threading.main_thread():
+            failed.append(states)
+            raise RuntimeError("can't allocate memory, says the test")
+        renew(states)
+
+    monkeypatch.setattr(cut_rows, "GENERATIONS", 3)
+    monkeypatch.setattr(cut_rows._RowStates, "renew", refuse_behind)
+    job = build()
+    with checkpointer(tmp_path, job, timeout_seconds=5.0) as saver:
+        for _ in range(8):
+            job.train(2)
+            was_on_write(saver.save(), protected=False)
+        wanted = gather(job)
+    assert failed
+    assert differences(tmp_path, wanted) == []

@@ -89,17 +89,18 @@ def test_it_writes_what_a_thread_writes(
     assert second.encoded_at <= second.written_at <= time.monotonic()
 
 
+@pytest.mark.parametrize("error", [ValueError, OSError])
 def test_errors_come_back_and_it_goes_on(
-    process: WriteProcess, memory: StagingMemory, tmp_path: Path
+    process: WriteProcess, memory: StagingMemory, tmp_path: Path, error: type[Exception]
 ) -> None:
     with pytest.raises(FileNotFoundError):
         process.write(Folder(tmp_path / "missing"), 0, jobs(memory, []))
 
     def fail(i: int) -> None:
         if i == 3:
-            raise ValueError("not staged, says the test")
+            raise error("not staged, says the test")
 
-    with pytest.raises(ValueError, match="not staged"):
+    with pytest.raises(error, match="not staged"):
         process.write(Folder(tmp_path), 1, jobs(memory, [], fail))
     assert process.write(Folder(tmp_path), 2, jobs(memory, [])).file.chunks == CHUNKS
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -231,6 +233,45 @@ def test_without_a_handler_the_process_exits_as_after_sigterm(
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ended == ["SIGTERM was 3 seconds ago"]
+
+
+def test_in_a_process_with_many_open_files(terminated: list[int]) -> None:
+    """Hear the signal with descriptors beyond 1,023, as of many readers or memory-mapped files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
+    try:
+        with ExitStack() as stack:
+            while stack.enter_context(open(os.devnull)).fileno() < 1024:
+                pass
+            schedule = Schedule([OnSigterm()], ALONE)
+            _send_sigterm(lambda: schedule.remaining_seconds < 60)
+            schedule.close()
+        assert terminated == [signal.SIGTERM]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_where_the_system_gives_no_more_threads(
+    terminated: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End the process after the grace time all the same."""
+    ended, start = threading.Event(), threading.Thread.start
+
+    def no_more(thread: threading.Thread) -> None:
+        if thread.name == "checknrun-log":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def end(reason: str) -> NoReturn:
+        ended.set()
+        raise SystemExit  # ends this thread alone
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    monkeypatch.setattr(preemption, "_exit", end)
+    schedule = Schedule([OnSigterm(grace_seconds=0.2)], ALONE)
+    _send_sigterm(lambda: schedule.remaining_seconds < 60)
+    assert ended.wait(20)
+    schedule.close()
 
 
 def test_closed_before_the_next_step(terminated: list[int]) -> None:

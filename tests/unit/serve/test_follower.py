@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import time
 import weakref
 from itertools import product
@@ -23,6 +24,7 @@ from torchrec_checknrun import (
     OneShot,
     Quantization,
     Retention,
+    Version,
 )
 from torchrec_checknrun.compaction.compact import compact
 from torchrec_checknrun.errors import UnsupportedTable
@@ -302,4 +304,54 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     wanted = restored(tmp_path)
     with follower.read() as (model, _), torch.no_grad():
         assert torch.equal(model.get_submodule("_orig_mod")(batch(1)), wanted(batch(1)))
+    job.saver.close()
+
+
+def test_a_thread_that_closes_its_follower_can_be_started_again(tmp_path: Path) -> None:
+    """End the thread from ``on_version``, as a server that serves one version at a time may."""
+    job, closed = Job(tmp_path), threading.Event()
+
+    def close(version: Version) -> None:
+        follower.close()
+        closed.set()
+
+    follower = Follower(tmp_path, Net(), interval_seconds=0.01, on_version=close)
+    for step in (1, 2):
+        job.train(step)
+        job.save()
+        follower.start()
+        assert closed.wait(30), f"step {step} is not served"
+        closed.clear()
+        assert follower.version is not None
+        assert follower.version.step == step
+    job.saver.close()
+
+
+def test_a_thread_that_outlives_close_ends_after_a_new_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let one thread alone follow once storage that was silent answers again."""
+    job = Job(tmp_path)
+    job.train(0)
+    job.save()
+    answers, names = threading.Event(), Folder.names
+
+    def silent(folder: Folder) -> list[str]:
+        answers.wait(60)
+        return names(folder)
+
+    follower = Follower(tmp_path, Net(), interval_seconds=0.01, timeout_seconds=30.0)
+    monkeypatch.setattr(Folder, "names", silent)
+    monkeypatch.setattr(follower, "_seconds", 0.1)  # of waiting for the thread
+    follower.start()
+    first = follower._thread
+    assert first is not None
+    time.sleep(0.1)
+    follower.close()
+    assert first.is_alive()
+    follower.start()
+    answers.set()
+    first.join(30)
+    assert not first.is_alive()
+    follower.close()
     job.saver.close()

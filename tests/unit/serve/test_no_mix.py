@@ -241,3 +241,37 @@ def test_one_copy_waits_for_who_is_inside(published: Any, tmp_path: Path) -> Non
     assert after.sequence > version.sequence
     with follower.read() as (model, _), torch.no_grad():
         assert torch.equal(model(_QUESTIONS[0]), answers[after.checkpoint_id][0])
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_short_predictions_take_no_time_from_the_wait_for_a_long_one(
+    published: Any, tmp_path: Path, copies: int
+) -> None:
+    root, _ = published
+    target = tmp_path / "published"
+    target.mkdir()
+    follower = Follower(target, quantized(Net(rows=ROWS), 4), copies=copies)
+    steps = publish(root, target)
+    next(steps)
+    follower.poll()
+    inside = threading.Event()
+
+    def predict() -> None:
+        end = time.monotonic() + 3
+        with follower.read():
+            inside.set()
+            while time.monotonic() < end:
+                with follower.read():
+                    time.sleep(0.001)
+
+    thread = threading.Thread(target=predict)
+    thread.start()
+    assert inside.wait(60)
+    for _ in range(copies):
+        next(steps)
+        version = follower.poll()
+        assert version is not None
+        assert version.error is None
+    thread.join()
+    assert version is not None
+    assert version.checkpoint_id == max(path.name for path in target.glob("seq-*"))

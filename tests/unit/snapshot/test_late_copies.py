@@ -12,8 +12,11 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
+from tests.crash.save_sweep import SPEC
+from tests.distributed.models import Job, uniform_plan
 from tests.distributed.on_write import build, checkpointer
-from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.errors import SaveFailed, UnsupportedState
 from torchrec_checknrun.save.local_part import LocalPart
 from torchrec_checknrun.snapshot.late_copies import LEAST_BYTES, LateCopies, stepped_memory
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
@@ -173,3 +176,38 @@ def test_after_a_write_by_hand_everything_is_copied_at_the_cut(
             assert saver.wait() is not None
         saver.steps += 1
     saver.close()
+
+
+class Odd:
+    """A state that can't be stored while ``value`` is no number."""
+
+    value: object = 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_save_that_fails_at_the_cut_gives_its_copies_up(tmp_path: Path) -> None:
+    """Take later writes by hand for no writes during a save, and keep no copy of the tables."""
+    job = Job.build(SPEC, uniform_plan(SPEC, "data_parallel", 1))
+    odd = Odd()
+    state = {"optimizer": job.optimizer, "odd": odd}
+    with Checkpointer(tmp_path, model=job.model, state=state) as saver:
+        watches = [shard.writes for shard in saver._target.tracked.shards]
+        odd.value = lambda: None
+        job.train()
+        with pytest.raises(UnsupportedState):
+            saver.save()
+        assert [watch.late for watch in watches] == [None] * len(watches)
+        job.train()
+        for watch in watches:
+            watch.before_overwriting()
+        odd.value = 2
+        saver.save()
+        late = saver._saver._background.memory._late
+        assert late is not None
+        assert not late.spoiled

@@ -34,6 +34,17 @@ def test_copies_that_are_over_are_removed(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
+def test_ranks_of_one_machine_remove_them_together(tmp_path: Path) -> None:
+    """All sweep at once, and what another has just removed is no error."""
+    own = [made(tmp_path, MINE, rank, 2) for rank in range(2)]
+    for rank in range(4):
+        made(tmp_path, OTHER, rank, 4, OVER)
+    first, second = (copies.sweep(KEEP_HOURS) for copies in own)
+    lines = [next(first), *second, *first]
+    assert len(lines) == 4
+    assert not list(tmp_path.glob(f"*{OTHER}*"))
+
+
 def test_copies_stay_as_long_as_an_image_of_their_run(tmp_path: Path) -> None:
     """A run may take days from one checkpoint to the next, and one of its images may be lost."""
     own = made(tmp_path, MINE, 0, 2)

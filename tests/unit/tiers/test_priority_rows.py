@@ -1,0 +1,70 @@
+"""A rank's saves of single rows between checkpoints leave none out that is still to be saved."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.tracked_model import TALL, make_model, only
+from torchrec_checknrun.errors import StorageFailed
+from torchrec_checknrun.format.entries import RowsEntry
+from torchrec_checknrun.format.rank_file import rank_file_name
+from torchrec_checknrun.format.row_chunk import RowsHeader
+from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.memory.partial import PrioritySaves
+from torchrec_checknrun.model.tracked import TrackedModel
+from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tiers import priority_rows
+from torchrec_checknrun.tiers.own_check import read_own_chunks
+from torchrec_checknrun.tiers.priority_rows import PriorityRows
+from torchrec_checknrun.tracking import track
+
+
+@pytest.fixture
+def tracked(group: None) -> Iterator[TrackedModel]:
+    made = track(make_model())
+    yield made
+    made.close()
+
+
+def test_rows_of_a_save_that_failed_are_part_of_the_next(
+    tracked: TrackedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Folder(tmp_path)
+    saves = PriorityRows(PrioritySaves(every_steps=1, fraction=1.0), root, 0, tracked)
+    marks = only(tracked, TALL).marks
+    saves.step(0, "head", "run")
+
+    def step(number: int, *rows: int) -> None:
+        marks.mark(torch.tensor(rows))
+        saves.step(number, "head", "run")
+        assert saves._running is not None
+        saves._running.exception()
+
+    def fail(*_: Any) -> None:
+        raise StorageFailed(errno.ENOSPC, "no space left, says the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(priority_rows, "write_rank_file", fail)
+        step(1, 1, 2)
+    step(2, 3)
+    step(3, 4)
+    made = root / ".priority"
+    assert {name: ids_in(made / name) for name in made.names() if (made / name).names()} == {
+        "head.run.step-00000002": [1, 2, 3],
+        "head.run.step-00000003": [4],
+    }
+    saves.close(over=False)
+
+
+def ids_in(folder: Folder) -> list[int]:
+    found = []
+    for entry, header, payload in read_own_chunks(folder, rank_file_name(0)):
+        if isinstance(entry, RowsEntry) and isinstance(header, RowsHeader):
+            found += StoredRows(header, payload).ids.tolist()
+    return sorted(found)
