@@ -8,6 +8,7 @@ steps: a restored run begins with what the program makes of these.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -43,8 +44,8 @@ _NUMBERS = frozenset({int, float})
 _SEQUENCES = frozenset({list, deque})
 
 Mark = tuple[Any, ...]
-"""The mark of a value at a look: a number, the ends of a sequence, a tensor's identity, version and
-shape.
+"""The mark of a value at a look: a number, the ends of a sequence, a reference to a tensor, its
+version and shape.
 """
 
 
@@ -188,8 +189,8 @@ class LeftOut:
             return mark[1:] != first[1:]
         module, name = self._modules[key[0]][1], key[1]
         # Another attribute in its place may be a mere cache; one of another size is no count.
-        written = mark[1] == first[1] and mark[2] != first[2]
-        replaced = mark[1] != first[1] and name in module._buffers
+        written = mark[1] is first[1] and mark[2] != first[2]
+        replaced = mark[1] is not first[1] and name in module._buffers
         return (
             (written or replaced)
             and mark[3] == first[3]
@@ -316,7 +317,8 @@ def _is_read(tensor: torch.Tensor) -> bool:
 
 
 def _mark_of(tensor: torch.Tensor) -> Mark:
-    return torch.Tensor, id(tensor), tensor._version, tensor.shape
+    # A reference, not an id: another tensor may take the place in memory of one that is gone.
+    return torch.Tensor, weakref.ref(tensor), tensor._version, tensor.shape
 
 
 def _own_values(item: object) -> Iterable[tuple[str, Any]]:

@@ -135,6 +135,39 @@ def call(module: nn.Module) -> Callable[[], object]:
     return lambda: module(torch.ones(3, 2))
 
 
+class Replacing(nn.Module):
+    """A module whose cache takes the place in Python's memory of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.last = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = id(self.last)
+        others: list[torch.Tensor] = []
+        del self.last
+        made = x.sum().add_(1)
+        while id(made) != place and len(others) < 1000:
+            others.append(made)
+            made = x.sum().add_(1)
+        self.last = made
+        places.append(id(made) == place)
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+places: list[bool] = []
+"""By call of a ``Replacing``, whether the cache took the place of the one before."""
+
+
+def test_a_cache_in_the_place_of_the_one_before_is_not_told(told: Told) -> None:
+    places.clear()
+    module = Replacing()
+    assert told(module, call(module)) == []
+    assert any(places)
+
+
 def test_values_that_move_are_told_once(told: Told) -> None:
     module = Counting()
     (line,) = told(module, call(module))
