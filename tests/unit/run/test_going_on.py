@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +33,7 @@ from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.root.chain import newest
 from torchrec_checknrun.root.checkpoints import read_manifest
-from torchrec_checknrun.run import compaction, going_on
+from torchrec_checknrun.run import going_on
 from torchrec_checknrun.run.compaction import Copied
 from torchrec_checknrun.save import background
 from torchrec_checknrun.store.folder import Folder
@@ -443,38 +440,3 @@ def test_what_is_being_compacted_is_not_pruned(
         assert saver._saver.lineage.history[0].id == chain_of(tmp_path)[0]
         wanted = gather(job)
     assert restored(tmp_path, wanted) == []
-
-
-def test_a_system_without_a_thread_for_the_process(
-    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Leave no process behind that nobody listens to, and go on without a copy."""
-    begun, begin, start = [], compaction.start, threading.Thread.start
-
-    def begin_and_note(*arguments: Any, **options: Any) -> Any:
-        begun.append(begin(*arguments, **options))
-        return begun[-1]
-
-    def none_to_listen(thread: threading.Thread) -> None:
-        if thread.name == "checknrun-compact":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(compaction, "start", begin_and_note)
-    monkeypatch.setattr(threading.Thread, "start", none_to_listen)
-    with checkpointer(tmp_path, job, compact_after=1) as saver:
-        saved(job, saver)
-        before = pipes()
-        saved(job, saver)
-        assert [process.poll() for process in begun] == [-9]
-        assert pipes() == before
-        saved(job, saver)
-
-
-def pipes() -> int:
-    """Count this process's ends of pipes."""
-    found = 0
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing itself
-            found += os.readlink(f"/proc/self/fd/{number}").startswith("pipe:")
-    return found
