@@ -71,6 +71,7 @@ def content() -> ChainContent:
     )
     Counted.walks = 0
     head = make(1)
+    # Stand-ins: only the attributes that are read, since thousands of them are made.
     head.tables.update({name: SimpleNamespace(rows=5, dim=8) for name in NAMES[:MANY]})  # type: ignore[misc]
     return ChainContent(Chain((head,)), (chunks,))
 
@@ -96,7 +97,7 @@ def test_chunks_are_sorted_by_table_once(
 
 def test_chunks_are_sorted_by_file_once() -> None:
     entry = SimpleNamespace(offset=0, length=7)
-    chunks: Any = Counted(
+    chunks: Any = Counted(  # of stand-ins
         SimpleNamespace(file=f"{i}", entry=entry, number=0)  # type: ignore[misc]
         for i in range(MANY)
     )
@@ -176,10 +177,11 @@ class _Steps(nn.Module):
 def test_values_that_move_are_looked_for_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.ModuleList([_Steps() for _ in range(MANY)])
+    modules = [_Steps() for _ in range(MANY)]
+    model = nn.ModuleList(modules)
     look = LeftOut(model, {})
-    for module in model:
-        module.steps += 1  # type: ignore[assignment, operator]
+    for module in modules:
+        module.steps += 1
     compared, equals = 0, left_out._equals
 
     def counted(leaf: object, value: object) -> bool:
@@ -193,8 +195,8 @@ def test_values_that_move_are_looked_for_once(
     assert not caplog.messages  # each has a value of its name and content
     assert compared <= 3 * MANY
     look = LeftOut(model, {})
-    for module in model:
-        module.steps += 1  # type: ignore[assignment, operator]
+    for module in modules:
+        module.steps += 1
     look.look(saved)
     assert "model.0.steps, model.1.steps" in caplog.text
 
@@ -224,7 +226,7 @@ def test_parameters_beside_the_model_are_looked_for_once(
     assert "parameter 7 of group 0" in line
 
 
-@pytest.mark.skipif(not has_extension(), reason="there is no compiled extension")
+@pytest.mark.skipif(not has_extension(), reason="the compiled extension was not built")
 def test_pages_are_given_back_in_time_that_does_not_grow() -> None:
     """Training waits for the lock under which the background gives pages back."""
 
