@@ -30,8 +30,8 @@ MOST = 1e18
 FIRST_ORDER = 0.1
 """Overhead up to which the arithmetic holds within 8 %; of faster failures it is a lower bound."""
 
-JOURNAL = 0.03
-"""Part of the training time that images take: 2.4 to 2.6 %, by ``recipes/results/images.json``."""
+JOURNAL = 0.025
+"""Part of the training time that images take: 2.4 to 2.5 %, by ``recipes/results/images.json``."""
 
 
 class Recovery(Enum):

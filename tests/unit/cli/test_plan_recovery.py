@@ -86,7 +86,7 @@ def test_text_names_what_is_not_there(console: Console) -> None:
     )
     assert "save seconds 300 given" in lines
     assert "restart seconds 300 assumed" in lines
-    assert "journal 0.03 measured on two cores" in lines
+    assert "journal 0.025 measured on two cores" in lines
     assert "full 2.16 h 3.858% 3.858% 0.595% 0.000% 8.310% 0" in lines
     assert (
         "partial 44.8 h 0.186% 0.000% 0.335% 0.000% 0.521% 0.1 "
