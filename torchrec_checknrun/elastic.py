@@ -22,17 +22,27 @@ _NAMES = "torchrec_checknrun.elastic"
 
 
 def init_process_group(
-    backend: str | None = None, *, timeout: timedelta = DEFAULT_TIMEOUT, **options: Any
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: dist.Store | None = None,
+    **options: Any,
 ) -> None:
     """Initialize the default process group with a store that no earlier attempt has used.
 
     Call this in place of ``torch.distributed.init_process_group`` in a script that torchrun starts.
     A process that no launcher started (no ``RANK`` in the environment) gets a group of its own.
+    Where the ranks meet in a way of the program's own, torch's function is called as it is.
 
     Args:
         backend: as of ``torch.distributed.init_process_group``; None: gloo, and NCCL beside it
             where CUDA is available.
-        timeout: how long this call and later collectives wait for the other ranks.
+        init_method, store: the program's own meeting place; None or ``"env://"``: the launcher's.
+        timeout: how long this call and later collectives wait for the other ranks; None: half an
+            hour.
+        world_size, rank: -1: those that the launcher tells.
         options: all else that ``torch.distributed.init_process_group`` takes, such as
             ``device_id``.
 
@@ -41,26 +51,26 @@ def init_process_group(
     """
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" not in os.environ:
-        alone = dist.HashStore()
-        dist.init_process_group(
-            backend, store=alone, rank=0, world_size=1, timeout=timeout, **options
-        )
-        return
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        # Rank 0 opens a store at MASTER_PORT, which ends with the attempt.
-        dist.init_process_group(backend, timeout=timeout, **options)
-        return
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    agents = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timeout,
-    )
-    store = attempt_store(agents, rank, world_size, timeout)
+    if timeout is None:
+        timeout = DEFAULT_TIMEOUT
+    elsewhere = store is not None or init_method not in (None, "env://")
+    if not elsewhere and rank == -1 and "RANK" not in os.environ:
+        store, rank, world_size = dist.HashStore(), 0, 1
+    elif not elsewhere and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank = int(os.environ["RANK"]) if rank == -1 else rank
+        world_size = int(os.environ["WORLD_SIZE"]) if world_size == -1 else world_size
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        agents = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+        store = attempt_store(agents, rank, world_size, timeout)
+    # Else rank 0 opens a store at MASTER_PORT, which ends with the attempt.
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout, **options
+        backend,
+        init_method if elsewhere or store is None else None,
+        timeout=timeout,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        **options,
     )
 
 

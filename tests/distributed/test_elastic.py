@@ -11,6 +11,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -183,3 +184,44 @@ def test_without_a_launcher_a_process_is_alone(monkeypatch: pytest.MonkeyPatch) 
         assert dist.get_backend() == "gloo"
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("of_agent", [True, False])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"init_method": "env://"},
+        {"rank": 0, "world_size": 1, "timeout": None},
+        {"init_method": "file://{folder}/meet", "rank": 0, "world_size": 1},
+        {"store": dist.HashStore(), "rank": 0, "world_size": 1},
+    ],
+    ids=["env", "ranks", "file", "store"],
+)
+def test_scripts_call_it_as_they_called_torchs(
+    store: dist.TCPStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    of_agent: bool,
+) -> None:
+    """Join with the arguments that scripts commonly give, under torchrun and without a launcher."""
+    monkeypatch.delenv("RANK", raising=False)
+    if of_agent:
+        launched = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        for name, value in launched.items():
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = store.port if of_agent else found.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    options = {k: v.format(folder=tmp_path) if k == "init_method" else v for k, v in given.items()}
+    empty = store.num_keys()
+    init_process_group("gloo", **options)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    finally:
+        dist.destroy_process_group()
+    assert (store.num_keys() > empty) == (
+        of_agent and "file" not in str(given) and "store" not in given
+    )
