@@ -151,7 +151,7 @@ def _log_state_cases(n: int, dim: int) -> Iterator[Case]:
     """Encode and decode the row-wise state of a link's rows upon references, by ``logdelta``; GB/s
     are of the rows that the state belongs to.
 
-    Sums have grown by up to a third. They go to and fro, so that each call has such differences.
+    Sums have grown by up to a third, to and fro, so that each call has such differences.
     """
     generator = torch.Generator().manual_seed(dim)
     sums = torch.rand(n, generator=generator).mul_(20).sub_(15).exp2_()

@@ -261,7 +261,7 @@ def demonstrate(
 def check_images(first: Run, survived: Run) -> str:
     """Check the killed run that had images, and compare its end; return the figures.
 
-    It read nothing from quantized rows, so its end is exact in any case.
+    The run read nothing from quantized rows, so its end is exact in any case.
     """
     check_resumed(survived)
     restored = survived.starts[1]["restored"]

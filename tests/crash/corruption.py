@@ -189,7 +189,7 @@ class CorruptionSweep:
     def _is_named(self, root: Path, damage: Damage, name: str) -> bool:
         told = {found.id: " ".join(found.problems) for found in verify(root)}
         if damage.how == "delete" and damage.file in ("", MANIFEST_NAME):
-            # It is no checkpoint now; those that need it say so.
+            # No checkpoint is left there; those that need one say so.
             children = self.ids[damage.checkpoint + 1 :]
             return name not in told and all(name in told[child] for child in children)
         if damage.how == "older version" and damage.file == MANIFEST_NAME:

@@ -143,7 +143,7 @@ def soak(results: Path) -> Row:
 def hostile(results: Path) -> Row:
     """Read forged and damaged chains (`tests.unit.fuzz`)."""
     result = json.loads((results / "fuzz.json").read_text())
-    # It ends with an error at the first input that does harm, and writes no file.
+    # The fuzzer ends with an error at the first input that does harm, and writes no file.
     return {
         "tried": result["inputs"],
         "unit": "hostile inputs",

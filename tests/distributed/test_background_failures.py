@@ -132,7 +132,7 @@ def lose_the_process(root: str, plan: Plan) -> list[Any]:
             process._process.wait()
         dist.barrier()
         job.train(2)
-        # It is started anew where that is seen in time, and else this one fails.
+        # The background is started anew where its end is seen in time, and else this save fails.
         try:
             saver.save()
         except SaveFailed as error:

@@ -67,7 +67,7 @@ def pipelined(root: str, pipeline: str, plan: dict[str, str]) -> list[int]:
             (pipeline, plan)
             for pipeline in ("base", "sparse_dist", "prefetch", "semi_sync")
             for plan in ("rows", "columns", "mixed")
-            # It steps replicas before their backward pass.
+            # That pipeline steps replicas before their backward pass.
             if (pipeline, plan) != ("semi_sync", "mixed")
         ],
         *(8, 9),

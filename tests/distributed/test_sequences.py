@@ -1,6 +1,6 @@
 """In any sequence of operations no row is lost, and all who should hear of a failure do.
 
-Hypothesis makes the sequences. They are run on real processes, life by life; every answer is
+Hypothesis makes the sequences, which real processes run, life by life; every answer is
 compared with a reference model's, every restored state with a copy that was taken when its
 checkpoint was begun.
 """

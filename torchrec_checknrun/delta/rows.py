@@ -94,7 +94,7 @@ def apply(
     Args:
         payload: as from ``encode``, 1-D uint8 on the CPU.
         rows, dim: of the whole payload.
-        before: the predecessors of the chosen rows and columns; None: these have none. It is not
+        before: the predecessors of the chosen rows and columns; None: these have none. Not
             changed.
         chosen: sorted positions of rows; None: all.
         columns: which columns; None: all.

@@ -29,7 +29,7 @@ class Cut:
     def selected(self, marks: Marks, since: Consumer) -> Selected:
         """Return one shard's rows that were marked for a consumer at the cut, to be united.
 
-        They stay as they were, whatever becomes of the cut.
+        The rows stay the same, whatever becomes of the cut.
         """
         return self.shares[marks].selected(int(since))
 

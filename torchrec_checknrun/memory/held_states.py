@@ -1,8 +1,8 @@
 """Hold everything of a rank beside the rows of sharded tables, as of the end of one step.
 
-It is what a checkpoint stores of it, in the same encoding, but whole on every rank: each rank's own
-buffers and replicas, data-parallel tables with their optimizer rows, local parts of sharded
-tensors, the optimizers' clocks, and the random number generators.
+The content is what a checkpoint stores of it, in the same encoding, but whole on every rank: each
+rank's own buffers and replicas, data-parallel tables with their optimizer rows, local parts of
+sharded tensors, the optimizers' clocks, and the random number generators.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Kernel:
     def memory(self) -> KernelMemory:
         """Return a fused kernel's weights and optimizer states at their present address.
 
-        They are views of the kernel's memory, the same ones until that moves; GPU caches are not
+        All are views of the kernel's memory, the same ones until that moves; GPU caches are not
         included.
         """
         tbe = self.module._emb_module

@@ -85,7 +85,7 @@ class Collections:
     ) -> dict[str, frozenset[tuple[int, int]]]:
         """Return the columns at which shards begin and end, by table; none if data-parallel.
 
-        They come from the sharding plan, so all ranks return the same.
+        The sharding plan tells, so all ranks return the same.
         """
         found = {}
         for prefix, collection in collections:

@@ -1,7 +1,7 @@
 """Policies: decide whether a checkpoint holds all rows or modified ones (Check-N-Run, section 5.1).
 
 A policy is any object with a method ``decide``, which takes the checkpoints committed since the
-last full one. It runs on rank 0 only; the other ranks receive the decision.
+last full one. A policy runs on rank 0 only; the other ranks receive the decision.
 """
 
 from __future__ import annotations

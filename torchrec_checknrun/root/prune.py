@@ -368,7 +368,7 @@ def _check_readable(root: Folder, listing: Listing, *, by_person: bool) -> None:
         except UnsupportedFormat as error:
             raise UnsupportedFormat(f"nothing is deleted from {root}: {error}") from error
         except CheckNRunError as error:
-            # It can't be restored, but a pin keeps it, and its parents with it.
+            # A pin keeps also what can't be restored, and its parents.
             if PINNED in (root / name).names():
                 raise CorruptCheckpoint(
                     f"nothing is deleted from {root}: {name} is pinned, but the checkpoints that "

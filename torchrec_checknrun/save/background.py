@@ -2,7 +2,7 @@
 
 The training thread stages what it may change at any time; rows that are copied on write follow
 behind it. A background thread then plans with the other ranks over a
-group of its own, encodes, writes and commits. That thread sets the outcome of a ``Save``. It never
+group of its own, encodes, writes and commits. That thread sets the outcome of a ``Save``, and never
 touches the model or live marks, only those that cuts have frozen.
 """
 

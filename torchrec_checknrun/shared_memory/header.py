@@ -1,8 +1,8 @@
 """Read and write the first pages of an image: words, and records that are whole or not there.
 
 A word is stored at once, after everything that was stored before it; a kill leaves the old value or
-the new one. It holds its own check: a word that anything else has changed is found. A record has
-two places: the one that is not valid is written, checked by a checksum, and named by a higher
+the new one. Each word holds its own check: one that anything else has changed is found. A record
+has two places: the one that is not valid is written, checked by a checksum, and named by a higher
 number. So a kill in the middle of writing leaves the record before it; a place that is neither
 whole nor being written is damage, since the record before it may be out of date.
 """

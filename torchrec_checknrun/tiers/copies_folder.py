@@ -2,7 +2,7 @@
 sends, and was sent back.
 
 The folder above is open to all users, so this one is used only if it is a directory of this user
-alone. It outlives the process, as images do, and is swept by the same rules.
+alone. The folder outlives the process, as images do, and is swept by the same rules.
 """
 
 from __future__ import annotations

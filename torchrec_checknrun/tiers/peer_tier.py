@@ -1,7 +1,7 @@
 """The tier between: copies of one rank's files in another rank's shared memory.
 
-A copy is the very bytes of the rank's file in the storage, with their checksums. It appears by a
-rename, so that a kill leaves none or all of it.
+A copy is the very bytes of the rank's file in the storage, with their checksums. A copy appears by
+a rename, so that a kill leaves none or all of it.
 """
 
 from __future__ import annotations

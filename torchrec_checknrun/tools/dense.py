@@ -39,8 +39,8 @@ _TWICE = (
 class DenseReader:
     """A reader of the chunks of one checkpoint after another.
 
-    It keeps the contents beside table rows, to which differences of the next checkpoint are added:
-    else each of them would be read with all those before.
+    The reader keeps the contents beside table rows, to which differences of the next checkpoint are
+    added: else each of them would be read with all those before.
 
     Args:
         most: bytes to keep.

@@ -1,7 +1,7 @@
 """Find the modules that do more than to copy values when they load, and let them load again.
 
-They compute values from those that they load, in hooks and methods of their own. Whoever writes
-the values in place has to have this done.
+Such modules compute values from those that they load, in hooks and methods of their own. Whoever
+writes the values in place has to have this done.
 """
 
 from __future__ import annotations

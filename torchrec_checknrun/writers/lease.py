@@ -304,8 +304,8 @@ class Lease:
     def _withdraw(self, epoch: int, data: bytes) -> bool:
         """Delete what a failed put has left of a claim; return whether there was such a part.
 
-        It would keep all writers out, this one included, until it is old: nobody can tell whose it
-        is. A claim begins with its checksum, which no other process's has.
+        Such a part would keep all writers out, this one included, until it is old: nobody can tell
+        whose it is. A claim begins with its checksum, which no other process's has.
         """
         with suppress(Exception):
             found = read_bytes(self._folder, epoch)

@@ -1,7 +1,7 @@
 """Break one thing in the trainer, which the demo must find out.
 
 One module each, to be run in the trainer's place (`--module tests.crash.sabotage.dropped_mark`).
-They change what the package does from outside, and say in the output when they have done so.
+Each changes what the package does from outside, and says in the output when that is done.
 """
 
 from __future__ import annotations

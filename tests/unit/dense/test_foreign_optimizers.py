@@ -1,7 +1,7 @@
 """Restore optimizers written as those of other libraries are; each class names one that is so.
 
-They keep counts outside their state, make state late or in forms of its own, refuse a step outside
-of training, have no rate, show what belongs to the optimizer inside. They step a data-parallel
+Some keep counts outside their state, make state late or in forms of its own, refuse a step outside
+of training, have no rate, show what belongs to the optimizer inside. All step a data-parallel
 table as well, whose rows of state are stored apart.
 """
 

@@ -17,6 +17,10 @@ VERB = re.compile(r"(Return|Tell|Describe|Name)\b")
 """First words of a property's docstring, which is a function's."""
 
 
+PRONOUN = re.compile(r"(?:^|[.:;]\s+)(It|They|She|He)\s+[a-z]")
+"""A sentence whose subject is a pronoun."""
+
+
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
     """Yield the line, the text and, for attributes' too, whether a property has the docstring."""
     of_properties = {
@@ -38,10 +42,14 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
     for path in sorted((REPOSITORY / folder).rglob("*.py")):
         for line, text, of_property in docstrings(ast.parse(path.read_text())):
             seen += 1
-            if CLAUSE.match(text) or (of_property and not VERB.match(text)):
+            clause = CLAUSE.match(text) or PRONOUN.search(text)
+            if clause or (of_property and not VERB.match(text)):
                 wrong.append(f"{path.relative_to(REPOSITORY)}:{line}: {text[:60]!r}")
     assert seen > 10
-    assert not wrong, "begin with a verb (a function, a property) or name the object (all else)"
+    assert not wrong, (
+        "begin with a verb (a function, a property) or name the object (all else); no pronoun is "
+        "a sentence's subject"
+    )
 
 
 @pytest.mark.parametrize(

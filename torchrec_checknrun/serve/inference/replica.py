@@ -138,7 +138,7 @@ class Replica:
                 file.seek(0)
                 other = Replica(torch.jit.load(file))
             else:
-                # They show a kernel's parts in the state dict; predictions don't use them.
+                # The state dict shows a kernel's parts by these; predictions don't use them.
                 views = {id(one): one for m in model.modules() for one in _sharded(vars(m), 3)}
                 other = Replica(copy.deepcopy(model, views))
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
