@@ -19,7 +19,7 @@ from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.values.dense import require_dense
-from torchrec_checknrun.values.own_loading import EXTRA_STATE
+from torchrec_checknrun.values.own_loading import is_extra_state
 from torchrec_checknrun.values.state import Tree, encode_state
 
 if TYPE_CHECKING:
@@ -42,19 +42,23 @@ class DensePart:
     of_some: dict[str, torch.Tensor]
     parts: list[Block]
 
-    def require_tensors(self) -> None:
+    def require_storable(self) -> None:
         """Refuse values that no restore could give back to the model.
 
         Raises:
-            UnsupportedState: a value is no tensor.
+            UnsupportedState: a value is neither a tensor nor a module's extra state, or is extra
+                state that can't be stored.
         """
         for name, value in self.dense.items():
-            if not isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
+                continue
+            if not is_extra_state(name):
                 raise UnsupportedState(
-                    f"the model's state dict has {name!r}, a {type(value).__name__} (extra state), "
-                    "which can't be restored into it: put it into a state object of its own, or "
-                    "let get_extra_state() return a tensor"
+                    f"the model's state dict has {name!r}, a {type(value).__name__}, which can't "
+                    "be restored into the model: put it into a state object of its own, or let "
+                    "get_extra_state() return it"
                 )
+            encode_state(value, f"{MODEL}.{name}")
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -85,11 +89,11 @@ class DensePart:
         Raises:
             UnsupportedState: a value is no tensor.
         """
-        self.require_tensors()
+        self.require_storable()
         return [
             value
             for name, value in self.dense.items()
-            if not (name in self.buffers or name.endswith(EXTRA_STATE))
+            if not (name in self.buffers or is_extra_state(name))
         ]
 
     @cached_property
@@ -162,16 +166,24 @@ class DenseModel:
         of a single rank.
 
         Raises:
-            UnsupportedState: see ``find`` and ``DensePart.require_tensors``.
+            UnsupportedState: see ``find`` and ``DensePart.require_storable``; or some ranks lack
+                extra state that is no tensor.
         """
 
-        def all_names() -> frozenset[str]:
+        def all_names() -> tuple[frozenset[str], frozenset[str]]:
             part = self.find()
-            part.require_tensors()
-            return frozenset(part.dense)
+            part.require_storable()
+            others = (n for n, value in part.dense.items() if not isinstance(value, torch.Tensor))
+            return frozenset(part.dense), frozenset(others)
 
-        names = ranks.on_all_ranks(all_names)
+        names, others = zip(*ranks.on_all_ranks(all_names), strict=True)
         self.of_some = frozenset().union(*names) - frozenset.intersection(*names)
+        if apart := sorted(self.of_some & frozenset().union(*others)):
+            raise UnsupportedState(
+                f"the model's extra state {apart[0]!r} is no tensor, and not that of all ranks: "
+                "let get_extra_state() return a tensor, or put it into a state object of its own "
+                "that is PerRank"
+            )
         self._found = None
 
     def stored(self) -> StoredTables:

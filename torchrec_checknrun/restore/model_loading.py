@@ -8,18 +8,35 @@ see ``values.own_loading``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchrec_checknrun.dense.references import local_tensors
-from torchrec_checknrun.errors import IncompatibleCheckpoint
+from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 from torchrec_checknrun.model.state_dict import StoredTables
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.values.own_loading import loads_plainly, plain_path, takes_shapes
-from torchrec_checknrun.values.state import SHARDED, TORCH_DTYPES, Tree, are_convertible
+from torchrec_checknrun.ranks import listed
+from torchrec_checknrun.values.own_loading import (
+    EXTRA_STATE,
+    is_extra_state,
+    loads_plainly,
+    plain_path,
+    takes_shapes,
+)
+from torchrec_checknrun.values.state import (
+    SHARDED,
+    TORCH_DTYPES,
+    Tree,
+    are_convertible,
+    encode_state,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def copied(
@@ -44,6 +61,14 @@ def copied(
     }
 
 
+def other_extra_states(content: object) -> dict[str, Any]:
+    """Find the modules' extra states in a model's state dict that are no tensors, by name: what a
+    module shows may be a copy, so that only ``set_extra_state`` brings the content back.
+    """
+    items = content.items() if isinstance(content, dict) else ()
+    return {n: v for n, v in items if is_extra_state(n) and not isinstance(v, torch.Tensor)}
+
+
 def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
     """Let a model load the values restored into copies; values restored in place are loaded onto
     themselves. Call this on all ranks: loading may be a collective.
@@ -56,9 +81,17 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
     """
     copies = copied(model, content, tracked)
     wanted = {name: [local.clone() for local in locals_] for name, locals_ in copies.items()}
+    # Encoded first: a module may keep the very object, and change it.
+    given = {name: _encoded(value) for name, value in other_extra_states(content).items()}
     model.load_state_dict(content, strict=False)
     tracked.acknowledge_writes()  # of rows onto themselves
     now = model.state_dict()
+    if others := [name for name, value in given.items() if _encoded(now.get(name)) != value]:
+        logger.warning(
+            "modules show other extra state than was restored: %s. What set_extra_state() made of "
+            "the saved one goes on",
+            listed(others),
+        )
     for name, expected in wanted.items():
         found = _locals(now.get(name))
         if len(found) != len(expected) or not all(map(_is_same, found, expected)):
@@ -70,8 +103,8 @@ def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
 
 
 def of_fixed_shape(model: nn.Module | None, content: Any, saved: Mapping[Any, Tree]) -> Any:
-    """Return a model's state dict without the tensors that were saved in another shape, and whose
-    module may take that: one that loads in a way of its own, as observers do.
+    """Return a model's state dict without the values that were saved in another form, and whose
+    module may take that: one that loads in a way of its own, as observers do, or extra state.
 
     Args:
         content: the state dict.
@@ -86,6 +119,13 @@ def of_fixed_shape(model: nn.Module | None, content: Any, saved: Mapping[Any, Tr
         and "x" in saved[name]
         and [*value.shape] != saved[name]["shape"]
         and are_convertible(TORCH_DTYPES.get(saved[name]["dtype"], torch.bool), value.dtype)
+    ]
+    others += [
+        name
+        for name, value in content.items()
+        if name in saved
+        and is_extra_state(name)
+        and not (isinstance(value, torch.Tensor) and "x" in saved[name])
     ]
     if model is None or not others:
         return content
@@ -112,6 +152,14 @@ def require_taken(model: nn.Module | None, names: Collection[str | int]) -> None
         "the checkpoint was saved (register buffers before the restore, as tensors, not as None), "
         "or leave out what only the checkpoint has with strict=False"
     )
+
+
+def _encoded(value: object) -> object:
+    """Return the content of extra state, to be compared; None if the content can't be stored."""
+    with suppress(UnsupportedState):
+        tree, pieces = encode_state(value, EXTRA_STATE)
+        return tree, b"".join(pieces)
+    return None
 
 
 def _locals(value: object) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.model_loading import copied, load_copied
+from torchrec_checknrun.restore.model_loading import copied, load_copied, other_extra_states
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.states import Merge, Owners, SavedStates, present_states
 from torchrec_checknrun.root.chain import Chain, newest, resolve
@@ -317,7 +317,8 @@ def hand_back(
     def find() -> tuple[bool, bool]:
         if target.model is None:
             return False, False
-        return bool(copied(target.model, content, target.tracked)), loads_more(target.model)
+        copies = copied(target.model, content, target.tracked) or other_extra_states(content)
+        return bool(copies), loads_more(target.model)
 
     def act() -> None:
         if any_copied:

@@ -37,7 +37,11 @@ from torchrec_checknrun.restore.content_tree import (
     with_names,
 )
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.model_loading import of_fixed_shape, require_taken
+from torchrec_checknrun.restore.model_loading import (
+    of_fixed_shape,
+    other_extra_states,
+    require_taken,
+)
 from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
 from torchrec_checknrun.values.state import Tree, is_sharded, tree_items
 
@@ -297,9 +301,16 @@ class StateRestore:
                 self.skipped,
             )
             return
+        # Whole, not by key: a module may show its own object.
+        extra = {k: v for k, v in other_extra_states(value).items() if name == MODEL}
         if not self._fit.strict:
             value = common_state(current, value, name, self.skipped)
-        self._state_dict[name] = merge_state(current, value, self._stored.name, self._kept)
+            extra = {k: v for k, v in extra.items() if k in current}
+        rest = {k: v for k, v in value.items() if k not in extra} if extra else value
+        merged = merge_state(current, rest, self._stored.name, self._kept)
+        if extra:
+            merged.update(extra)
+        self._state_dict[name] = merged
 
     def _saved_ranks(self, name: str) -> Sequence[int | None]:
         """Return the ranks whose chunks of a state are needed; None stands for all ranks."""

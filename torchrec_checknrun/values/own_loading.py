@@ -13,6 +13,7 @@ from torch import nn
 
 EXTRA_STATE = "_extra_state"
 """The last part of the names that PyTorch gives what ``get_extra_state`` returns."""
+_OF_EXTRA = f".{EXTRA_STATE}"
 _AROUND = frozenset({"_dmp_wrapped_module", "_orig_mod", "module"})
 """Parts of names that wrappers of DistributedModelParallel and others add."""
 _LIBRARIES = ("torch.nn.", "torch.distributed.", "torch.jit.", "torchrec.")
@@ -27,6 +28,11 @@ _DERIVING = (
 def plain_path(path: str) -> str:
     """Return a module's path without the parts that its wrappers add."""
     return ".".join(part for part in path.split(".") if part not in _AROUND)
+
+
+def is_extra_state(name: object) -> bool:
+    """Return whether a name in a model's state dict is that of a module's extra state."""
+    return isinstance(name, str) and (name == EXTRA_STATE or name.endswith(_OF_EXTRA))
 
 
 def loads_more(model: nn.Module) -> bool:

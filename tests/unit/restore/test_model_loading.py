@@ -282,9 +282,12 @@ def test_extra_state_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
     assert other.count == 7
 
 
-def test_other_extra_state_is_refused_at_the_start(tmp_path: Path) -> None:
-    expected = r"'0\._extra_state', a dict \(extra state\).*state object of its own"
-    model = nn.Sequential(Counting(lambda count: {"count": count}))
+def test_what_is_neither_tensor_nor_extra_state_is_refused_at_the_start(tmp_path: Path) -> None:
+    expected = r"'0\.count', a dict, which can't be restored .*state object of its own"
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_state_dict_post_hook(
+        lambda _, state, prefix, __: state.update({f"{prefix}count": {"count": 1}})
+    )
     with alone(), pytest.raises(UnsupportedState, match=expected):
         Checkpointer(str(tmp_path), model=model)
 

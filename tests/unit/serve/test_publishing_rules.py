@@ -6,22 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.serve.served import Job, Net
-from torchrec_checknrun import Publish
-from torchrec_checknrun.errors import UnsupportedState, UnsupportedTable
+from torchrec_checknrun import Follower, Publish
+from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-class Remembering(Net):
-    """A model whose state dict holds what is no tensor."""
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"seen": 1}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        pass
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -42,11 +33,28 @@ def test_what_cannot_be_published_is_refused(
         Job(tmp_path / "run", publish=Publish(root, **rule))
 
 
-def test_extra_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("get_extra_state", "set_extra_state"):
-        monkeypatch.setattr(Net, name, getattr(Remembering, name))
-    with pytest.raises(UnsupportedState, match=r"'_extra_state', a dict \(extra state\)"):
-        Job(tmp_path / "run", publish=Publish(tmp_path / "serve"))
+@pytest.mark.parametrize("published", [True, False])
+def test_extra_state_stays_with_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: bool
+) -> None:
+    """Follow a model whose modules show what is no tensor, in one that doesn't show that."""
+    options: dict[str, Any] = {"publish": Publish(tmp_path / "serve")} if published else {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Net, "get_extra_state", lambda _: {"seen": torch.ones(2), "at": 1})
+        patch.setattr(Net, "set_extra_state", lambda *_: None)
+        job = Job(tmp_path / "run", **options)
+        job.train(seed=1)
+        job.save()
+        if published:
+            job.saver.publish()
+        job.saver.close()
+        root = tmp_path / ("serve" if published else "run")
+        with pytest.raises(IncompatibleCheckpoint, match=r"'_extra_state' of the model is a dict"):
+            Follower(root, Net())
+    net = Net()
+    with Follower(root, net) as follower:
+        assert follower.poll() is not None
+        assert torch.equal(net.over.weight, job.model.module.over.weight)
 
 
 WRONG = [

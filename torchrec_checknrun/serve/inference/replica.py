@@ -68,8 +68,8 @@ class Replica:
                 continue
             if not isinstance(value, torch.Tensor):
                 raise IncompatibleCheckpoint(
-                    f"{name!r} of the model is a {type(value).__name__}, which is not in "
-                    "checkpoints: keep it out of the state dict"
+                    f"{name!r} of the model is a {type(value).__name__}, and only tensors are "
+                    "followed: keep it out of the state dict of the model that is served"
                 )
             if is_sharded(value):
                 raise UnsupportedTable(
