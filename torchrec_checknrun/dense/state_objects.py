@@ -9,9 +9,10 @@ was changed, so that is checked before.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ Covered = Callable[[object], bool]
 """Returns whether a leaf is restored in place, or whether a key belongs to a table."""
 Kept = Callable[[Any, Any], bool]
 """Returns whether a live value, the first argument, is used in place of the saved one."""
+_LISTS = (list, tuple, deque)
 _MISSING = object()
 
 
@@ -181,9 +183,10 @@ class _Live:
                 return _as_live(saved, current)
             return saved
         if not isinstance(saved, dict):
-            if isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)):
-                pairs = zip_longest(saved, current[: len(saved)])
-                return type(saved)(self.merged(live, item) for item, live in pairs)
+            if isinstance(saved, _LISTS) and isinstance(current, _LISTS):
+                pairs = zip_longest(saved, islice(current, len(saved)))
+                items = [self.merged(live, item) for item, live in pairs]
+                return deque(items, saved.maxlen) if type(saved) is deque else type(saved)(items)
             return saved
         if not isinstance(current, dict):
             return saved

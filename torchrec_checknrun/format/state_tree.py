@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable
 from reprlib import repr as shown
 from typing import Any
@@ -17,11 +18,11 @@ import numpy as np
 from torchrec_checknrun.format.checks import Count, Record, typed
 from torchrec_checknrun.format.chunk import Path
 from torchrec_checknrun.values.limits import LARGEST
-from torchrec_checknrun.values.plain_values import SETS, as_float, check_value
+from torchrec_checknrun.values.plain_values import SETS, as_float, decode_value
 from torchrec_checknrun.values.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
 from torchrec_checknrun.values.tensor_bytes import is_order
 
-_NUMPY_DTYPE = re.compile(r"[<|][biufc][0-9]{1,2}")
+_NUMPY_DTYPE = re.compile(r"[<|]([biufc][0-9]{1,2}|[SU][0-9]{1,9}|[mM]8(\[[0-9a-zA-Z]{1,12}\])?)")
 _HEX_FLOAT = re.compile(r"[-+]?(0x[01]\.[0-9a-f]{1,13}p[-+][0-9]{1,4}|inf|nan)")
 
 
@@ -53,7 +54,7 @@ def _check(node: object, end: int, depth: int) -> int:
     value = node[letter]
     if letter in ("x", "n"):
         return _check_array(node, letter, end)
-    if len(node) != 1 and not (letter == "d" and node == {"d": value, "whole": True}):
+    if len(node) != 1 and not _is_marked(node, letter, value):
         raise ValueError(f"{shown(node)} is not a node")
     if letter == "b":
         return _after(end, typed(node, _Bytes).b)
@@ -64,8 +65,17 @@ def _check(node: object, end: int, depth: int) -> int:
         return end
     if letter in ("l", "t", "d", *SETS) and type(value) is list:
         return _check_container(letter, value, end, depth + 1)
-    check_value(node)
+    decode_value(node)
     return end
+
+
+def _is_marked(node: dict[str, Any], letter: str, value: object) -> bool:
+    """Return whether a node is a dict of which nothing was left out, or a deque."""
+    if letter == "d":
+        return node == {"d": value, "whole": True}
+    most = node.get("maxlen", 0)
+    fits = most is None or (type(most) is int and type(value) is list and most >= len(value))
+    return letter == "l" and node.keys() == {"l", "maxlen"} and fits
 
 
 def _check_container(letter: str, items: list[Any], end: int, depth: int) -> int:
@@ -170,7 +180,7 @@ def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> list[tuple[P
     return found
 
 
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS = (dict, list, tuple, deque)
 
 
 def _collect(
@@ -187,7 +197,7 @@ def _collect(
     if len(path) <= MOST_DEPTH:
         if isinstance(value, dict):
             items = value.items()
-        elif type(value) in (list, tuple):
+        elif type(value) in (list, tuple, deque):
             items = enumerate(value)
     for key, item in items:
         if isinstance(item, looked_at):

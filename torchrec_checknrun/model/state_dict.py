@@ -10,6 +10,7 @@ tensors, and ``drop_tables`` leaves the dense part.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -198,6 +199,8 @@ class _Walk:
             )
         elif isinstance(value, dict):
             return self._dict(value, path)
+        elif type(value) is deque:
+            return deque(self.dense([*value], path), value.maxlen)
         return value
 
     def _dict(self, value: dict[Any, Any], path: Path) -> dict[Any, Any]:

@@ -102,5 +102,5 @@ def _with(tree: Tree, added: _Added | BlockHeader) -> Tree:
         if letter in tree:
             nodes: dict[str | int, Tree] = dict(enumerate(tree[letter]))
             new = {k: _with(nodes[k], of_key) for k, of_key in added.items() if k in nodes}
-            return {letter: list({**nodes, **new}.values())}
+            return {**tree, letter: list({**nodes, **new}.values())}
     return tree

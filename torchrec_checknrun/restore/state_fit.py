@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -193,9 +194,10 @@ def _graft(current: Any, saved: Any, kept: Callable[[Any, Any], bool]) -> Any:
         found = {key: _graft(current.get(key), value, kept) for key, value in saved.items()}
         others = {k: v for k, v in current.items() if k not in found and kept(v, None)}
         return {**found, **others}
-    same_kind = isinstance(saved, (list, tuple)) and type(saved) is type(current)
+    same_kind = isinstance(saved, (list, tuple, deque)) and type(saved) is type(current)
     if same_kind and len(saved) == len(current):
-        return type(saved)(_graft(c, s, kept) for c, s in zip(current, saved, strict=True))
+        items = [_graft(c, s, kept) for c, s in zip(current, saved, strict=True)]
+        return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
     if isinstance(current, torch.Tensor) and isinstance(saved, torch.Tensor):
         return saved.to(current.dtype) if are_convertible(saved.dtype, current.dtype) else saved
     return saved

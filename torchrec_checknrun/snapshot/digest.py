@@ -151,7 +151,8 @@ def _values(node: Tree, path: str) -> Iterator[tuple[str, str, Tree | None]]:
             step = f"[{key}]" if type(key) is int else f".{key}"
             yield from _values(value, path + step if path else step.removeprefix("."))
     elif isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
-        yield path, f"{letter}{len(items)}", None
+        rest = _text({**node, letter: None}) if len(node) > 1 else ""
+        yield path, f"{letter}{len(items)}{rest}", None
         if any(_is_inner(item) for item in items):
             for i, item in enumerate(items):
                 yield from _values(item, f"{path}[{i}]")

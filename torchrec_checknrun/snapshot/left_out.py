@@ -349,7 +349,7 @@ def _all_leaves(value: object) -> Iterator[object]:
     """Yield the numbers, tensors, arrays and lists in a state."""
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         yield value
         for item in value:
             yield from _all_leaves(item)
@@ -381,6 +381,6 @@ def _leaves(value: object, path: tuple[str, ...] = ("",)) -> Iterator[tuple[tupl
             yield from _leaves(item, (*path, str(name)))
         return
     yield path, value
-    for item in value if isinstance(value, (list, tuple)) else ():
-        if isinstance(item, (Mapping, list, tuple)):
+    for item in value if isinstance(value, (list, tuple, deque)) else ():
+        if isinstance(item, (Mapping, list, tuple, deque)):
             yield from _leaves(item, path)

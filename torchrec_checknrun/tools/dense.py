@@ -7,6 +7,7 @@ state's name, and names of per-rank states with ``<state>.rank<n>``.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -89,8 +90,8 @@ def read_dense(
         read: reads a chunk's bytes, verified; None: from the root.
 
     Returns:
-        By name: tensors (also of NumPy arrays, except of types that PyTorch lacks), and other
-        values as they are.
+        By name: tensors (also of NumPy arrays, except of types that PyTorch lacks), lists of text
+        and times, and other values as they are.
 
     Raises:
         CorruptCheckpoint: a chunk differs from what was written.
@@ -150,7 +151,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield leaf values and empty containers, each with its path of keys."""
     if isinstance(value, dict) and value:
         items: Any = value.items()
-    elif type(value) in (list, tuple) and value:
+    elif type(value) in (list, tuple, deque) and value:
         items = enumerate(value)
     else:
         yield path, _as_tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value
@@ -159,8 +160,13 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{path}.{key}" if path else str(key))
 
 
-def _as_tensor(value: np.ndarray | np.generic) -> torch.Tensor | np.ndarray:
+def _as_tensor(value: np.ndarray | np.generic) -> Any:
+    """Return an array as a tensor; as lists if it holds text or times, as it is if torch lacks its
+    type.
+    """
     array = np.array(value)
+    if array.dtype.kind in "SUmM":
+        return array.tolist()
     try:
         return torch.from_numpy(array)
     except TypeError:  # as of long doubles

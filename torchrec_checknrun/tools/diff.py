@@ -163,7 +163,8 @@ def same(one: Any, other: Any) -> bool:
         return torch.equal(*flat)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         # Values, not bytes: long doubles contain padding.
-        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=True)
+        has_nan = one.dtype.kind in "fcmM"
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=has_nan)
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (one != one and other != other)
     if type(one) is not type(other):

@@ -393,6 +393,6 @@ def _readable(value: object) -> object:
     """Convert a value that JSON has no type for, keyed by its type's name."""
     if isinstance(value, (set, frozenset)):
         return {type(value).__name__: sorted_members(value, "", encode_state)}
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
     return {"hex": value.hex()} if isinstance(value, bytes) else readable(value)

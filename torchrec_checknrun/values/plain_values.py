@@ -1,14 +1,17 @@
 """Encode small Python values of a state as JSON nodes, without pickle.
 
-Complex numbers, dtypes, sizes, ranges, slices and paths each become a node of one field, named
-after the type, and decode to exactly that type. Sets become lists of nodes in an order that is the
-same in every process.
+Complex numbers, dtypes, devices, sizes, ranges, slices, paths, dates and times each become a node
+of one field, named after the type, and decode to exactly that type. Sets become lists of nodes in
+an order that is the same in every process.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from reprlib import repr as shown
 from typing import Any
@@ -21,11 +24,6 @@ from torchrec_checknrun.values.limits import LARGEST
 
 Node = dict[str, Any]
 
-_PATHS: dict[str, type[PurePosixPath] | type[PureWindowsPath] | type[Path]] = {
-    "Path": Path,
-    "PurePosixPath": PurePosixPath,
-    "PureWindowsPath": PureWindowsPath,
-}
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -41,12 +39,28 @@ _PLAIN_LEAVES = (bool, int, str, float, type(None))
 
 _MEMBERS = (
     *(type(None), bool, int, float, complex, str, bytes, range),
-    *(torch.dtype, torch.Size, PurePath, np.generic, frozenset, tuple),
+    *(torch.dtype, torch.device, torch.Size, PurePath, np.generic, frozenset, tuple),
+    *(date, time, timedelta),
 )
 """Types that a set may hold: their values still compare equal after a round trip."""
 
 Encode = Callable[[object, str], tuple[dict[str, Any], list[bytes | memoryview]]]
 """A function that returns a value's tree and bytes, see ``state.encode_state``."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The form of one type's values in a node.
+
+    Attributes:
+        kind: the type; its subclasses have no form.
+        encode: returns the content of a value's node; None: this value has no form.
+        decode: returns the value; raises ``ValueError`` if the content is malformed.
+    """
+
+    kind: type
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
 
 
 def encode_value(value: object) -> Node | None:
@@ -55,25 +69,9 @@ def encode_value(value: object) -> Node | None:
     Returns:
         None if the type of the value, or of a part, is not one of this module's.
     """
-    kind = type(value)
-    if isinstance(value, complex) and kind is complex:
-        return {"complex": [float.hex(value.real), float.hex(value.imag)]}
-    if isinstance(value, torch.dtype):
-        return {"torch.dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.Size):
-        return {"torch.Size": list(value)}
-    if isinstance(value, range):
-        numbers = [int(n) for n in (value.start, value.stop, value.step)]
-        return {"range": numbers} if all(abs(n) <= LARGEST for n in numbers) else None
-    if isinstance(value, slice):
-        parts = [value.start, value.stop, value.step]
-        if not all(type(part) in _PLAIN_LEAVES for part in parts):
-            return None
-        return {"slice": [_encode_leaf(part) for part in parts]}
-    name = "Path" if kind is type(Path()) else kind.__name__
-    if kind in (type(Path()), PurePosixPath, PureWindowsPath):
-        return {name: str(value)}
-    return None
+    name = _NAMES.get(type(value))
+    content = None if name is None else _FORMS[name].encode(value)
+    return None if name is None or content is None else {name: content}
 
 
 def decode_value(node: Node) -> Any:
@@ -82,45 +80,12 @@ def decode_value(node: Node) -> Any:
     Raises:
         ValueError: the node is not one that ``encode_value`` makes.
     """
-    ((name, content),) = check_value(node).items()
-    if name == "complex":
-        return complex(*map(float.fromhex, content))
-    if name == "torch.dtype":
-        return DTYPES[content]
-    if name == "torch.Size":
-        return torch.Size(content)
-    if name == "range":
-        return range(*content)
-    if name == "slice":
-        return slice(*map(_decode_leaf, content))
-    return _PATHS[name](content)
-
-
-def check_value(node: Node) -> Node:
-    """Check that a node is one that ``encode_value`` makes; return the node.
-
-    Raises:
-        ValueError: the node is malformed.
-    """
     if len(node) != 1:
         raise ValueError(f"{shown(node)} is not a node")
     ((name, content),) = node.items()
-    if name == "complex":
-        _parts(content, 2, as_float)
-    elif name == "torch.dtype":
-        if type(content) is not str or content not in DTYPES:
-            raise ValueError(f"{shown(content)} is not a dtype")
-    elif name == "torch.Size":
-        _each(content, _as_integer)
-    elif name == "range":
-        _, _, step = _parts(content, 3, _as_integer)
-        if not step:
-            raise ValueError("a range with steps of 0")
-    elif name == "slice":
-        _parts(content, 3, _decode_leaf)
-    elif name not in _PATHS or type(content) is not str:
+    if name not in _FORMS:
         raise ValueError(f"{shown(node)} is not a node")
-    return node
+    return _FORMS[name].decode(content)
 
 
 def readable(value: object) -> object:
@@ -195,6 +160,70 @@ def _decode_leaf(node: object) -> Any:
     raise ValueError(f"{shown(node)} is not a part of a slice")
 
 
+def _encode_slice(value: slice) -> list[Node] | None:
+    parts = [value.start, value.stop, value.step]
+    plain = all(type(part) in _PLAIN_LEAVES for part in parts)
+    return [_encode_leaf(part) for part in parts] if plain else None
+
+
+def _encode_range(value: range) -> list[int] | None:
+    numbers = [int(n) for n in (value.start, value.stop, value.step)]
+    return numbers if all(abs(n) <= LARGEST for n in numbers) else None
+
+
+def _decode_range(content: object) -> range:
+    start, stop, step = _parts(content, 3, _as_integer)
+    if not step:
+        raise ValueError("a range with steps of 0")
+    return range(start, stop, step)
+
+
+def _decode_dtype(content: object) -> torch.dtype:
+    if type(content) is not str or content not in DTYPES:
+        raise ValueError(f"{shown(content)} is not a dtype")
+    return DTYPES[content]
+
+
+def _decode_device(content: object) -> torch.device:
+    if type(content) is not str or not _DEVICE.fullmatch(content):
+        raise ValueError(f"{shown(content)} is not a device")
+    try:
+        return torch.device(content)
+    except RuntimeError:
+        raise ValueError(f"{shown(content)} is not a device of this torch") from None
+
+
+def _encode_time(value: datetime | time) -> str | None:
+    # Another zone's offset, and which of two equal times is meant, depend on a database.
+    plain = type(value.tzinfo) in (type(None), timezone) and not value.fold
+    return value.isoformat() if plain else None
+
+
+def _decode_time(kind: type[datetime] | type[date] | type[time]) -> Callable[[Any], Any]:
+    def decode(content: object) -> Any:
+        if type(content) is not str or len(content) > 64:
+            raise ValueError(f"{shown(content)} is not a {kind.__name__}")
+        return kind.fromisoformat(content)
+
+    return decode
+
+
+def _decode_timedelta(content: object) -> timedelta:
+    try:
+        return timedelta(*_parts(content, 3, _as_integer))
+    except OverflowError:
+        raise ValueError(f"{shown(content)} is too long a time") from None
+
+
+def _decode_path(kind: type[PurePath]) -> Callable[[Any], PurePath]:
+    def decode(content: object) -> PurePath:
+        if type(content) is not str:
+            raise ValueError(f"{shown(content)} is not a path")
+        return kind(content)
+
+    return decode
+
+
 def _each(content: object, check: Any) -> list[Any]:
     if type(content) is not list:
         raise ValueError(f"{shown(content)} is not a list")
@@ -212,6 +241,34 @@ def _as_integer(value: object) -> int:
     if type(value) is not int or abs(value) > LARGEST:
         raise ValueError(f"{shown(value)} is not an integer up to {LARGEST}")
     return value
+
+
+_DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,3})?")
+_FORMS = {
+    "complex": _Form(
+        complex,
+        lambda value: [float.hex(value.real), float.hex(value.imag)],
+        lambda content: complex(*_parts(content, 2, as_float)),
+    ),
+    "torch.dtype": _Form(
+        torch.dtype, lambda value: str(value).removeprefix("torch."), _decode_dtype
+    ),
+    "torch.device": _Form(torch.device, str, _decode_device),
+    "torch.Size": _Form(torch.Size, list, lambda content: torch.Size(_each(content, _as_integer))),
+    "range": _Form(range, _encode_range, _decode_range),
+    "slice": _Form(slice, _encode_slice, lambda content: slice(*_parts(content, 3, _decode_leaf))),
+    "datetime": _Form(datetime, _encode_time, _decode_time(datetime)),
+    "date": _Form(date, date.isoformat, _decode_time(date)),
+    "time": _Form(time, _encode_time, _decode_time(time)),
+    "timedelta": _Form(
+        timedelta, lambda value: [value.days, value.seconds, value.microseconds], _decode_timedelta
+    ),
+    "Path": _Form(type(Path()), str, _decode_path(Path)),
+    "PurePosixPath": _Form(PurePosixPath, str, _decode_path(PurePosixPath)),
+    "PureWindowsPath": _Form(PureWindowsPath, str, _decode_path(PureWindowsPath)),
+}
+"""The forms by the names of their nodes."""
+_NAMES = {form.kind: name for name, form in _FORMS.items()}
 
 
 def _require_members(members: Iterable[Any], path: str) -> None:

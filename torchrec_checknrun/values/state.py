@@ -7,6 +7,7 @@ progress. The tree is part of the chunk index, so that shapes are known before a
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +53,8 @@ _ALIGN = 64
 _ZEROS = bytes(_ALIGN)
 _ARRAYS = (np.ndarray, np.memmap)
 """Types of arrays that come back as one: others (``np.matrix``) compute in ways of their own."""
-_NUMPY_KINDS = "biufc"
-"""Kinds of NumPy dtypes that can be stored: numbers and booleans."""
+_NUMPY_KINDS = "biufcSUmM"
+"""Kinds of NumPy dtypes that can be stored: numbers, booleans, bytes, text, dates and times."""
 
 Tree = dict[str, Any]
 """A node: a letter for the type, with the content; see ``_Encoder``."""
@@ -72,8 +73,9 @@ def encode_state(
 
     Args:
         value: tensors, numpy arrays and scalars, bytes, str, int, float, complex, bool, None,
-            ``torch.dtype``, ``torch.Size``, paths, ranges, slices, and list, tuple, set, frozenset
-            or dict (keys str or int) of them. Sets are stored in sorted order.
+            ``torch.dtype``, ``torch.device``, ``torch.Size``, paths, ranges, slices, dates and
+            times, and list, tuple, set, frozenset, deque or dict (keys str or int) of them. Sets
+            are stored in sorted order.
         name: the object's name in errors.
         views: knows the bytes of tensors that were encoded before.
 
@@ -90,8 +92,9 @@ class _Encoder:
 
     A node is ``{"v": value}`` for null, booleans, integers and strings, ``{"f": hex}`` for floats,
     ``{"d": [[key, node], …]}``, ``{"l": nodes}``, ``{"t": nodes}`` and ``{"set": nodes}`` for
-    containers, ``{"b": span}`` for bytes, ``{"x": span, …}`` for tensors, ``{"n": span, …}`` for
-    NumPy arrays, or one of ``plain_values``. A span is offset and length in the payload.
+    containers, a list's with ``maxlen`` for a deque, ``{"b": span}`` for bytes, ``{"x": span, …}``
+    for tensors, ``{"n": span, …}`` for NumPy arrays, or one of ``plain_values``. A span is offset
+    and length in the payload.
     """
 
     def __init__(self, views: RawViews | None) -> None:
@@ -129,6 +132,8 @@ class _Encoder:
         if isinstance(value, (list, tuple)) and kind in (list, tuple):
             letter = "l" if kind is list else "t"
             return {letter: [self.node(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]}
+        if isinstance(value, deque) and kind is deque:
+            return {**self._other([*value], path, depth), "maxlen": value.maxlen}
         if isinstance(value, (set, frozenset)) and kind in (set, frozenset):
             members = sorted_members(value, path, encode_state)
             nodes = [self.node(v, f"{path}{{}}", depth + 1) for v in members]
@@ -155,8 +160,8 @@ class _Encoder:
         raise UnsupportedState(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't be stored without "
             "pickle: let state_dict() return tensors, numpy arrays, bytes, str, int, float, "
-            "complex, bool, None, torch.dtype, torch.Size, paths, ranges, slices (of numbers), or "
-            "list, tuple, dict, set of them"
+            "complex, bool, None, torch.dtype, torch.device, torch.Size, paths, ranges, slices (of "
+            "numbers), dates and times, or list, tuple, dict, set, deque of them"
         )
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Tree:
@@ -271,7 +276,8 @@ def _visit(
     if "d" in node:
         return {_require_key(k): _visit(v, leaf, of_set) for k, v in node["d"]}
     if "l" in node:
-        return [_visit(v, leaf, of_set) for v in node["l"]]
+        items = [_visit(v, leaf, of_set) for v in node["l"]]
+        return deque(items, node["maxlen"]) if "maxlen" in node else items
     if "t" in node:
         return tuple(_visit(v, leaf, of_set) for v in node["t"])
     for name, kind in SETS.items():

@@ -7,10 +7,13 @@ import math
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
+from datetime import date, datetime, timedelta, timezone
 from enum import IntEnum
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -33,9 +36,13 @@ RANGES = st.builds(range, INTEGERS, INTEGERS, INTEGERS.filter(bool))
 PATHS = st.sampled_from(
     [Path("a/b"), Path(), Path("/"), PurePosixPath("x"), PureWindowsPath("c:x")]
 )
+DEVICES = st.sampled_from(["cpu", "cuda:3", "meta"]).map(torch.device)
+ZONES = st.none() | st.timedeltas(-timedelta(hours=23), timedelta(hours=23)).map(timezone)
+TIMES = (st.datetimes(timezones=ZONES) | st.times()).map(lambda time: time.replace(fold=0))
 PLAIN = st.none() | st.booleans() | INTEGERS | st.floats() | st.text(max_size=3)
 LEAVES = st.one_of(
-    *(PLAIN, st.complex_numbers(), st.sampled_from(DTYPES), SIZES, RANGES, PATHS),
+    *(PLAIN, st.complex_numbers(), st.sampled_from(DTYPES), SIZES, RANGES, PATHS, DEVICES),
+    *(TIMES, st.dates(), st.timedeltas()),
     *(
         st.binary(max_size=3),
         st.builds(np.int64, INTEGERS),
@@ -112,6 +119,10 @@ class OwnSet(set[int]):
     pass
 
 
+class Day(date):
+    pass
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -124,6 +135,10 @@ class OwnSet(set[int]):
         (lambda: slice(torch.zeros(1)), r"own\.k is a builtins\.slice"),
         (lambda: slice(slice(1)), r"own\.k is a builtins\.slice"),
         (lambda: range(2**70), r"own\.k is a builtins\.range"),
+        (lambda: datetime(2026, 11, 1, tzinfo=ZoneInfo("Europe/Berlin")), r"own\.k is a datetime"),
+        (lambda: datetime(2026, 11, 1, fold=1), r"own\.k is a datetime"),
+        (lambda: Day(2026, 11, 1), r"own\.k is a .*Day"),
+        (lambda: deque([{1: deque([object()])}]), r"own\.k\[0\]\.1\[0\] is a builtins\.object"),
         (lambda: np.complex64(1), None),
     ],
 )

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from enum import Enum, IntEnum
 from typing import Any
@@ -38,7 +38,10 @@ TENSOR_DTYPES = [
     torch.uint32,
     torch.uint64,
 ]
-NUMPY_DTYPES = ["?", "i1", "<i2", ">i4", "<i8", "u1", ">u2", "<u8", "<f2", ">f4", "<f8", "<c8"]
+NUMPY_DTYPES = [
+    *("?", "i1", "<i2", ">i4", "<i8", "u1", ">u2", "<u8", "<f2", ">f4", "<f8", "<c8"),
+    *("S3", "<M8[s]", ">M8[ns]", "<m8[D]"),
+]
 
 
 def round_trip(value: object) -> Any:
@@ -65,8 +68,9 @@ def assert_same(actual: object, wanted: object) -> None:
         assert [(k, type(k)) for k in actual] == [(k, type(k)) for k in wanted]
         for key in wanted:
             assert_same(actual[key], wanted[key])
-    elif isinstance(wanted, (list, tuple)):
-        assert isinstance(actual, (list, tuple))
+    elif isinstance(wanted, (list, tuple, deque)):
+        assert isinstance(actual, (list, tuple, deque))
+        assert getattr(actual, "maxlen", None) == getattr(wanted, "maxlen", None)
         assert len(actual) == len(wanted)
         for a, w in zip(actual, wanted, strict=True):
             assert_same(a, w)
@@ -120,6 +124,7 @@ STATES = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
+        st.builds(deque, st.lists(inner, max_size=4), st.sampled_from([None, 0, 2, 9])),
         st.dictionaries(st.one_of(st.text(), st.integers()), inner, max_size=4),
     ),
     max_leaves=12,
@@ -167,6 +172,18 @@ def test_values_come_back(value: object) -> None:
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),
         np.arange(10)[::-2],
         np.zeros((2, 0), bool),
+        np.array(["a", "grüße", ""]),
+        np.array([["a\0b"], ["c"]], ">U4"),
+        np.array([b"a", b"bc\0"]),
+        np.array([], "U7"),
+        np.str_("text"),
+        np.bytes_(b"text"),
+        np.array(["2024-01-01", "NaT"], "M8[D]"),
+        np.datetime64("2024-01-01T12:00:00.123456789"),
+        np.timedelta64(5, "ms"),
+        deque([torch.ones(2), "x"], maxlen=3),
+        deque([1.5]),
+        deque([], 0),
     ],
     ids=repr,
 )
@@ -249,6 +266,10 @@ class Name(str):
     __slots__ = ()
 
 
+class Window(deque[int]):
+    pass
+
+
 Point = namedtuple("Point", "x y")
 
 
@@ -263,14 +284,10 @@ Point = namedtuple("Point", "x y")
         lambda: Name("x"),
         lambda: Point(1, 2),
         lambda: np.array([{}], dtype=object),
-        lambda: np.array(["text"]),
-        lambda: np.str_("text"),
-        lambda: np.bytes_(b"text"),
-        lambda: np.array(["2024-01-01"], "M8[D]"),
         lambda: np.zeros(2, [("a", "i4")]),
         lambda: np.ma.masked_array([1, 2], [True, False]),
         lambda: np.asmatrix([[1.0, 2.0]]),
-        lambda: torch.device("cpu"),
+        lambda: Window([1]),
         lambda: torch.eye(2).to_sparse(),
         lambda: torch.empty(2, device="meta"),
         lambda: torch.Generator(),
@@ -305,6 +322,19 @@ def test_other_keys_are_refused(key: object) -> None:
         {"z": 1},
         {"l": [5]},
         {"l": 5},
+        {"datetime": "2026"},
+        {"datetime": 5},
+        {"date": "2026-13-01"},
+        {"time": "9" * 70},
+        {"timedelta": [10**12, 0, 0]},
+        {"timedelta": [1, 0]},
+        {"timedelta": [1, 0, 0.5]},
+        {"torch.device": "a:b"},
+        {"torch.device": "nonsense"},
+        {"torch.device": 0},
+        {"n": [0, 16], "dtype": "<U5", "shape": [1], "scalar": False},
+        {"n": [0, 16], "dtype": "<M8[x]", "shape": [2], "scalar": False},
+        {"n": [0, 0], "dtype": "<U9999999999", "shape": [0], "scalar": False},
         {"d": [[1.5, {"v": 1}]]},
         {"d": [["a"]]},
         {"d": [[["a"], {"v": 1}]]},
