@@ -192,15 +192,12 @@ class _Walk:
             self.plain.append(value)
         elif len(path) > MOST_DEPTH:
             return value
-        elif type(value) in (list, tuple):
+        elif type(value) in (list, tuple, deque):
             items = enumerate(value)
-            return type(value)(
-                [v if type(v) in _SIMPLE else self.dense(v, (*path, at)) for at, v in items]
-            )
+            own = [v if type(v) in _SIMPLE else self.dense(v, (*path, at)) for at, v in items]
+            return deque(own, value.maxlen) if type(value) is deque else type(value)(own)
         elif isinstance(value, dict):
             return self._dict(value, path)
-        elif type(value) is deque:
-            return deque(self.dense([*value], path), value.maxlen)
         return value
 
     def _dict(self, value: dict[Any, Any], path: Path) -> dict[Any, Any]:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Progress:
-    """What a loop keeps beside the model."""
+    """A loop's own state beside the model."""
 
     def __init__(self) -> None:
         self.losses: deque[Any] = deque(maxlen=3)

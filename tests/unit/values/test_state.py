@@ -183,7 +183,7 @@ def test_values_come_back(value: object) -> None:
         np.timedelta64(5, "ms"),
         deque([torch.ones(2), "x"], maxlen=3),
         deque([1.5]),
-        deque([], 0),
+        deque(maxlen=0),
     ],
     ids=repr,
 )
