@@ -194,9 +194,12 @@ def _decode_device(content: object) -> torch.device:
 
 
 def _encode_time(value: datetime | time) -> str | None:
-    # Another zone's offset, and which of two equal times is meant, depend on a database.
+    # Another zone's offset, and which of two equal times is meant, depend on a database. Python
+    # reads no offset of less than a second.
     plain = type(value.tzinfo) in (type(None), timezone) and not value.fold
-    return value.isoformat() if plain else None
+    offset = value.utcoffset() if plain else None
+    whole = not (offset and offset % timedelta(minutes=1))
+    return value.isoformat() if plain and whole else None
 
 
 def _decode_time(kind: type[datetime] | type[date] | type[time]) -> Callable[[Any], Any]:

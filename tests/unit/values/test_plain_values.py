@@ -37,7 +37,7 @@ PATHS = st.sampled_from(
     [Path("a/b"), Path(), Path("/"), PurePosixPath("x"), PureWindowsPath("c:x")]
 )
 DEVICES = st.sampled_from(["cpu", "cuda:3", "meta"]).map(torch.device)
-ZONES = st.none() | st.timedeltas(-timedelta(hours=23), timedelta(hours=23)).map(timezone)
+ZONES = st.none() | st.integers(-1439, 1439).map(lambda n: timezone(timedelta(minutes=n)))
 TIMES = (st.datetimes(timezones=ZONES) | st.times()).map(lambda time: time.replace(fold=0))
 PLAIN = st.none() | st.booleans() | INTEGERS | st.floats() | st.text(max_size=3)
 LEAVES = st.one_of(
@@ -119,6 +119,9 @@ class OwnSet(set[int]):
     pass
 
 
+ODD = timezone(timedelta(microseconds=1))
+
+
 class Day(date):
     pass
 
@@ -137,6 +140,7 @@ class Day(date):
         (lambda: range(2**70), r"own\.k is a builtins\.range"),
         (lambda: datetime(2026, 11, 1, tzinfo=ZoneInfo("Europe/Berlin")), r"own\.k is a datetime"),
         (lambda: datetime(2026, 11, 1, fold=1), r"own\.k is a datetime"),
+        (lambda: datetime(2026, 11, 1, tzinfo=ODD), r"own\.k is a datetime"),
         (lambda: Day(2026, 11, 1), r"own\.k is a .*Day"),
         (lambda: deque([{1: deque([object()])}]), r"own\.k\[0\]\.1\[0\] is a builtins\.object"),
         (lambda: np.complex64(1), None),
