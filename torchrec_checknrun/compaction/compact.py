@@ -93,8 +93,8 @@ def compact(
             optimizer state, than older rows that they replace only in part: take a full checkpoint.
             Or the checkpoint's writer had been replaced.
         RootInUse: a writer claimed the root at that moment: compact again.
-        ClaimDamaged: which checkpoints count can't be told; nothing was committed.
-        OSError: the storage failed; nothing was committed.
+        ClaimDamaged: which checkpoints count can't be told.
+        OSError: the storage failed. A copy that was committed just before is whole and counts.
     """
     return compact_in(Folder.of(root), checkpoint, file_bytes, progress)
 
