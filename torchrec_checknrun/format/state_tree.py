@@ -17,6 +17,7 @@ import numpy as np
 
 from torchrec_checknrun.format.checks import Count, Record, typed
 from torchrec_checknrun.format.chunk import Path
+from torchrec_checknrun.values.keys import decode_key
 from torchrec_checknrun.values.limits import LARGEST
 from torchrec_checknrun.values.plain_values import SETS, as_float, decode_value
 from torchrec_checknrun.values.state import MOST_DEPTH, MOST_DIMENSIONS, TORCH_DTYPES
@@ -84,11 +85,12 @@ def _check_container(letter: str, items: list[Any], end: int, depth: int) -> int
     for item in items:
         node = item
         if letter == "d":
-            if type(item) is not list or len(item) != 2 or type(item[0]) not in (str, int):
+            if type(item) is not list or len(item) != 2:
                 raise ValueError(f"{shown(item)} is not a key with a node")
-            if item[0] in keys:
-                raise ValueError(f"the key {shown(item[0])} appears twice")
-            keys.add(item[0])
+            key = item[0] if type(item[0]) in (str, int) else decode_key(item[0])
+            if key in keys:
+                raise ValueError(f"the key {shown(key)} appears twice")
+            keys.add(key)
             node = item[1]
         end = _check(node, end, depth)
         if letter in SETS:

@@ -14,6 +14,7 @@ import torch
 from torchrec_checknrun.format.chunk import BlockHeader, Path, dtype_name
 from torchrec_checknrun.placements import dtype_of
 from torchrec_checknrun.restore.blocks import SavedBlocks
+from torchrec_checknrun.values.keys import decode_key
 from torchrec_checknrun.values.state import Tree, tree_items, tree_values
 
 
@@ -71,7 +72,7 @@ def tensor_paths(tree: Tree, path: Path) -> Iterator[Path]:
         yield path
     items: Iterable[tuple[Any, Tree]] = tree.get("d") or enumerate(tree_values(tree))
     for key, node in items:
-        yield from tensor_paths(node, (*path, key))
+        yield from tensor_paths(node, (*path, decode_key(key) if isinstance(key, dict) else key))
 
 
 def conversions(current: Any, tree: Tree | None, path: str) -> Iterator[str]:
@@ -95,9 +96,10 @@ def _with(tree: Tree, added: _Added | BlockHeader) -> Tree:
     if isinstance(added, BlockHeader):
         return {"x": [0, 0], "dtype": dtype_name(added.dtype), "shape": list(added.size)}
     if "d" in tree:
-        items = dict(tree["d"])
+        items = {k: node for k, node in tree["d"] if not isinstance(k, dict)}
         new = {key: _with(items.get(key, {"d": []}), of_key) for key, of_key in added.items()}
-        return {"d": [[key, node] for key, node in {**items, **new}.items()]}
+        rest = [[k, node] for k, node in tree["d"] if isinstance(k, dict)]
+        return {"d": [*([k, node] for k, node in {**items, **new}.items()), *rest]}
     for letter in ("l", "t"):
         if letter in tree:
             nodes: dict[str | int, Tree] = dict(enumerate(tree[letter]))

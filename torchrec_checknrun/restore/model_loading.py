@@ -66,7 +66,7 @@ def other_extra_states(content: object) -> dict[str, Any]:
     module shows may be a copy, so that only ``set_extra_state`` brings the content back.
     """
     items = content.items() if isinstance(content, dict) else ()
-    return {n: v for n, v in items if is_extra_state(n) and not isinstance(v, torch.Tensor)}
+    return {n: v for n, v in items if not isinstance(v, torch.Tensor) and is_extra_state(n)}
 
 
 def load_copied(model: nn.Module, content: Any, tracked: TrackedModel) -> None:
@@ -124,8 +124,8 @@ def of_fixed_shape(model: nn.Module | None, content: Any, saved: Mapping[Any, Tr
         name
         for name, value in content.items()
         if name in saved
-        and is_extra_state(name)
         and not (isinstance(value, torch.Tensor) and "x" in saved[name])
+        and is_extra_state(name)
     ]
     if model is None or not others:
         return content

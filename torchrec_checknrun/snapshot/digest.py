@@ -147,8 +147,8 @@ def _values(node: Tree, path: str) -> Iterator[tuple[str, str, Tree | None]]:
         yield path, _text({**same, letter: None}), node
     elif letter == "d":
         yield path, f"d{len(items)}", None
-        for key, value in sorted(items, key=lambda item: (type(item[0]).__name__, item[0])):
-            step = f"[{key}]" if type(key) is int else f".{key}"
+        for key, value in sorted(items, key=lambda item: _order_of(item[0])):
+            step = f".{key}" if type(key) is str else f"[{_text(key)}]"
             yield from _values(value, path + step if path else step.removeprefix("."))
     elif isinstance(items, list) and items and all(isinstance(item, dict) for item in items):
         rest = _text({**node, letter: None}) if len(node) > 1 else ""
@@ -161,6 +161,10 @@ def _values(node: Tree, path: str) -> Iterator[tuple[str, str, Tree | None]]:
                 yield f"{path}[{i}]", _text(items[i : i + _SLICE]), None
     else:
         yield path, _text(node), None
+
+
+def _order_of(key: object) -> tuple[str, str | int]:
+    return type(key).__name__, key if isinstance(key, (str, int)) else _text(key)
 
 
 def _is_inner(node: Tree) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
 from torchrec_checknrun.values.dense import require_dense
+from torchrec_checknrun.values.keys import decode_key, encode_key
 from torchrec_checknrun.values.plain_values import (
     DTYPES,
     SETS,
@@ -74,7 +75,7 @@ def encode_state(
     Args:
         value: tensors, numpy arrays and scalars, bytes, str, int, float, complex, bool, None,
             ``torch.dtype``, ``torch.device``, ``torch.Size``, paths, ranges, slices, dates and
-            times, and list, tuple, set, frozenset, deque or dict (keys str or int) of them. Sets
+            times, and list, tuple, set, frozenset, deque or dict (keys see ``keys``) of them. Sets
             are stored in sorted order.
         name: the object's name in errors.
         views: knows the bytes of tensors that were encoded before.
@@ -192,11 +193,15 @@ def _ordered(node: Tree, strides: list[int] | None) -> Tree:
     return node if strides is None else {**node, "strides": strides}
 
 
-def _readable_key(key: object, path: str) -> int:
-    """Return an integer that is a key; refuse other keys than text."""
-    if type(key) is not int:
-        raise UnsupportedState(f"{path} has the key {key!r}: dict keys must be str or int")
-    return _readable(key, f"a key of {path}")
+def _readable_key(key: object, path: str) -> str | int | Tree:
+    """Return a key as the tree has it; refuse one that can't be stored."""
+    found = key if type(key) is int else encode_key(key)
+    if found is None:
+        raise UnsupportedState(
+            f"{path} has the key {key!r}: dict keys must be str, int, float, bool, None or tuples "
+            "of them"
+        )
+    return _readable(found, f"a key of {path}") if isinstance(found, int) else found
 
 
 def _readable(number: int, path: str) -> int:
@@ -243,7 +248,7 @@ def decode_state(tree: Tree, payload: bytes | memoryview) -> Any:
     return _visit(tree, lambda node: _leaf(node, memoryview(payload)))
 
 
-def tree_items(tree: Tree | None) -> dict[str | int, Tree]:
+def tree_items(tree: Tree | None) -> dict[Any, Tree]:
     """Return the nodes of a dict's items by key; an empty dict if the tree is not a dict."""
     if not isinstance(tree, dict):
         return {}
@@ -286,10 +291,11 @@ def _visit(
     return leaf(node)
 
 
-def _require_key(key: object) -> str | int:
-    if type(key) is str or type(key) is int:
-        return key
-    raise CorruptCheckpoint(f"state tree: dict key {key!r} is neither str nor int")
+def _require_key(key: object) -> Any:
+    try:
+        return decode_key(key)
+    except ValueError as error:
+        raise CorruptCheckpoint(f"state tree: {error}") from None
 
 
 def _leaf(node: Tree, payload: memoryview) -> Any:

@@ -175,8 +175,14 @@ in_state("too_deep", "nested more than 100 deep", nested(101))
 in_state("recursion", "nested too deeply|nested more than 100 deep", nested(400))
 in_state("no_node", "is not a node", {"pickle": "x"})
 in_state("two_letters", "is not a node", {"v": 1, "f": "0x1.0p+0"})
+in_state(
+    "other_key_twice",
+    "key True appears twice",
+    {"d": [[1, {"v": 1}], [{"v": True}, {"v": 2}]]},
+)
+in_state("key_of_a_list", "is not a key", {"d": [[{"l": []}, {"v": 1}]]})
 in_state("key_twice", "key 'a' appears twice", {"d": [["a", {"v": 1}], ["a", {"v": 2}]]})
-in_state("key_of_list", "is not a key with a node", {"d": [[["a"], {"v": 1}]]})
+in_state("key_of_list", "is not a key", {"d": [[["a"], {"v": 1}]]})
 in_state("huge_float", "is not a node", {"f": "0x1.0p+99999999999"})
 in_state("float_beyond", "too large a number", {"f": "0x1.0p+9999"})
 in_state(

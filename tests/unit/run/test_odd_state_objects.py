@@ -47,6 +47,7 @@ def kept() -> dict[str, Any]:
         "files": np.array(["day_0", "day_11"]),
         "seen": np.array(["2026-11-01", "NaT"], "M8[D]"),
         "device": torch.device("cpu"),
+        "by_pair": {(0, "a"): 1.5, (1, None): torch.Size([2]), 0.5: {True: "x", None: []}},
         "recent": deque([("a", 1), {"b": deque([torch.ones(2)])}]),
     }
 
@@ -110,3 +111,4 @@ def test_other_programs_read_it(tmp_path: Path) -> None:
     assert values["progress.losses.0"] == 0.5
     assert values["progress.day"] == {"date": "2026-11-28"}
     assert values["progress.files"] == ["day_0", "day_11"]
+    assert values["progress.by_pair.(0, 'a')"] == 1.5

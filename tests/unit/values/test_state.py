@@ -119,13 +119,22 @@ LEAVES = st.one_of(
     arrays(),
     arrays().filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0]),
 )
+KEYS = st.one_of(
+    st.text(),
+    st.integers(),
+    st.recursive(
+        st.none() | st.booleans() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner | st.text() | st.integers(-5, 5), max_size=3).map(tuple),
+        max_leaves=4,
+    ),
+)
 STATES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
         st.builds(deque, st.lists(inner, max_size=4), st.sampled_from([None, 0, 2, 9])),
-        st.dictionaries(st.one_of(st.text(), st.integers()), inner, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=4),
     ),
     max_leaves=12,
 )
@@ -309,10 +318,24 @@ def test_integers_that_python_does_not_read_are_refused_by_their_key(
         encode_state({"seen": form(sign * least)}, "reader")
 
 
-@pytest.mark.parametrize("key", [(1, 2), 1.5, None, True, b"x", Name("x")])
+NESTED = ((((((((((1,),),),),),),),),),)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [b"x", Name("x"), Level.LOW, math.nan, (1, b"x"), (2**70,), (Point(1, 2),), 1j, NESTED],
+    ids=repr,
+)
 def test_other_keys_are_refused(key: object) -> None:
-    with pytest.raises(UnsupportedState, match=r"^reader\.files has the key .*must be str or int"):
+    with pytest.raises(UnsupportedState, match=r"^reader\.files has the key .*must be str, int"):
         encode_state({"files": {key: 1}}, "reader")
+
+
+@pytest.mark.parametrize("key", [np.int64(3), np.float32(0.1), np.str_("x"), np.bool_(True)])
+def test_keys_of_numpy_become_those_of_python(key: Any) -> None:
+    found = round_trip({key: 1})
+    assert found == {key: 1}
+    assert [type(k) for k in found] == [type(key.item())]
 
 
 @pytest.mark.parametrize(
@@ -336,6 +359,13 @@ def test_other_keys_are_refused(key: object) -> None:
         {"n": [0, 16], "dtype": "<M8[x]", "shape": [2], "scalar": False},
         {"n": [0, 0], "dtype": "<U9999999999", "shape": [0], "scalar": False},
         {"d": [[1.5, {"v": 1}]]},
+        {"d": [[{"v": 1}, {"v": 1}]]},
+        {"d": [[{"v": "a"}, {"v": 1}]]},
+        {"d": [[{"f": "nan"}, {"v": 1}]]},
+        {"d": [[{"t": 5}, {"v": 1}]]},
+        {"d": [[{"t": [{"b": [0, 1]}]}, {"v": 1}]]},
+        {"d": [[{"v": None, "f": "0x0p+0"}, {"v": 1}]]},
+        {"d": [[{"l": []}, {"v": 1}]]},
         {"d": [["a"]]},
         {"d": [[["a"], {"v": 1}]]},
         {"f": "zero"},

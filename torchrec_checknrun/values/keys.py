@@ -1,0 +1,67 @@
+"""Encode the keys of a state's dicts: text and whole numbers as they are, others as nodes.
+
+Loops count by pairs, by flags and by thresholds: a tuple, a bool, None or a float is a key as good
+as a name. NumPy's scalars become Python's, which are equal to them and have the same hash.
+"""
+
+from __future__ import annotations
+
+from reprlib import repr as shown
+from typing import Any
+
+import numpy as np
+
+from torchrec_checknrun.values.limits import LARGEST
+from torchrec_checknrun.values.plain_values import as_float
+
+MOST_NESTED = 8
+"""The deepest nesting of tuples in a key."""
+_OF_NUMPY = (str, int, bool, float)
+
+
+def encode_key(key: object) -> str | int | dict[str, Any] | None:
+    """Return a key as the tree has it; None if the key can't be stored."""
+    if isinstance(key, np.generic) and type(key.item()) in _OF_NUMPY:
+        key = key.item()
+    if isinstance(key, (str, int)) and type(key) in (str, int):
+        return key
+    return _encode(key, 0)
+
+
+def decode_key(key: object) -> Any:
+    """Return the key that a tree has.
+
+    Raises:
+        ValueError: ``encode_key`` makes no such key.
+    """
+    if isinstance(key, (str, int)) and type(key) in (str, int):
+        return key
+    found = _decode(key, 0)
+    if type(found) in (str, int):
+        raise ValueError(f"{shown(key)} is not a key")
+    return found
+
+
+def _encode(key: object, depth: int) -> dict[str, Any] | None:
+    if key is None or type(key) is bool or (depth and type(key) is str):
+        return {"v": key}
+    if isinstance(key, int) and type(key) is int and depth and abs(key) <= LARGEST:
+        return {"v": key}
+    if isinstance(key, float) and type(key) is float and key == key:
+        return {"f": float.hex(key)}
+    if isinstance(key, tuple) and type(key) is tuple and depth < MOST_NESTED:
+        items = [_encode(item, depth + 1) for item in key]
+        return None if None in items else {"t": items}
+    return None
+
+
+def _decode(node: object, depth: int) -> Any:
+    if isinstance(node, dict) and len(node) == 1 and depth <= MOST_NESTED:
+        ((letter, content),) = node.items()
+        if letter == "v" and (content is None or type(content) in (bool, int, str)):
+            return content
+        if letter == "f" and (number := as_float(content)) == number:
+            return number
+        if letter == "t" and isinstance(content, list):
+            return tuple(_decode(item, depth + 1) for item in content)
+    raise ValueError(f"{shown(node)} is not a key")
