@@ -328,7 +328,7 @@ def adopt(root: Root, ids: SomeIds, yes: Yes = False) -> None:
 def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():  # None: closed
         raise CheckNRunError("nothing was changed: add --yes to do it without being asked")
     if not typer.confirm(question):
         raise CheckNRunError("nothing was changed")

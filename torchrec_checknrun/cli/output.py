@@ -26,6 +26,8 @@ _CONTROL = re.compile(
 )
 """Characters that move a cursor, change the direction of text, or can't be printed at all."""
 
+_UNWRAPPED = 1_000_000
+"""Columns of output that goes to no terminal."""
 _PATIENCE_SECONDS = 300.0
 """The longest wait for a storage that doesn't answer at all, drivers' own retries included."""
 
@@ -106,7 +108,8 @@ def say(text: str, style: str | None = None) -> None:
 
 def complain(text: str) -> None:
     """Print a line on stderr."""
-    print(f"checknrun: {clean(text)}", file=sys.stderr)
+    if sys.stderr is not None:  # closed; print would take stdout
+        print(f"checknrun: {clean(text)}", file=sys.stderr)
 
 
 def plain(value: Any) -> Any:
@@ -140,7 +143,7 @@ def console() -> Console:
     """Return a console for stdout, wide enough not to wrap piped output."""
     out = Console(highlight=False, markup=False, emoji=False)
     if not out.is_terminal:
-        out.width = 250
+        out.width = _UNWRAPPED
     return out
 
 

@@ -89,7 +89,8 @@ class DcpCheckpointer(_Closing):
         resume: auto, must or never, as for ``Checkpointer``.
 
     Raises:
-        ValueError: the root is a URL, which stock DCP would take for a local folder's name.
+        ValueError: the root is a URL, which stock DCP would take for a local folder's name, or
+            empty, its name for the working directory; or ``every_steps`` is below 1.
     """
 
     def __init__(
@@ -108,6 +109,10 @@ class DcpCheckpointer(_Closing):
                 f"checkpoint=dcp saves into a folder, not to {os.fspath(root)!r}: give a path that "
                 "all machines mount, such as /checkpoints/run-17, or use checkpoint=check_n_run"
             )
+        if not os.fspath(root):
+            raise ValueError("root is empty: give the folder of the checkpoints ('.' for this one)")
+        if every_steps < 1:
+            raise ValueError(f"every_steps must be at least 1, such as 1000, not {every_steps}")
         self._root = Path(root)
         self._steps = _Steps()
         # DCP keeps one rank's content of each object, however it was declared.

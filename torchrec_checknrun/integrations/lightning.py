@@ -120,6 +120,10 @@ class CheckNRun(Callback):
             self.checkpointer.close()
             self.checkpointer = None
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End as after training: of a run that is over already Lightning trains nothing."""
+        self.on_train_end(trainer, pl_module)
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:

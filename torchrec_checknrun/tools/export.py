@@ -8,6 +8,7 @@ in memory.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -384,15 +385,23 @@ def _json(chain: Chain, values: Mapping[str, Any], tables: Mapping[str, str]) ->
         "checkpoint": chain.head.id,
         "step": chain.head.step,
         "tables": tables,
-        "values": values,
+        "values": _readable(values),
     }
-    return json.dumps(document, indent=2, default=_readable).encode()
+    return json.dumps(document, indent=2, allow_nan=False).encode()
 
 
-def _readable(value: object) -> object:
-    """Convert a value that JSON has no type for, keyed by its type's name."""
+def _readable(value: Any) -> Any:
+    """Convert a value to JSON's types; what has none there is keyed by its own type's name."""
     if isinstance(value, (set, frozenset)):
-        return {type(value).__name__: sorted_members(value, "", encode_state)}
-    if isinstance(value, np.generic):
-        return value.item()
-    return {"hex": value.hex()} if isinstance(value, bytes) else readable(value)
+        value = {type(value).__name__: sorted_members(value, "", encode_state)}
+    elif isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, Mapping):
+        return {name: _readable(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_readable(item) for item in value]
+    return {"hex": value.hex()} if isinstance(value, bytes) else _readable(readable(value))

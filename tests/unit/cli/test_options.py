@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
 
-from tests.unit.chains import DIM, Part, new_root, write
+import pytest
+from msgspec.structs import replace
+
+from tests.unit.chains import DIM, Part, chain_of_three, new_root, put_manifest, write
+from tests.unit.cli.exported import newest_id
 from tests.unit.console import Console
 from torchrec_checknrun.cli import reading
 from torchrec_checknrun.cli.output import size
@@ -23,6 +27,35 @@ def test_cat_shows_all_columns(console: Console, monkeypatch: pytest.MonkeyPatch
     assert "…" in some.out
     assert "…" not in everything.out
     assert len(everything.out.split()) == len(some.out.split()) + DIM - 3 - 1
+
+
+@pytest.mark.parametrize("long", ["a table's name ", "table"])
+def test_lines_of_piped_output_are_whole(console: Console, long: str) -> None:
+    """Wrap nothing that a program reads, however long names are."""
+    root = new_root()
+    (full, *_) = chain_of_three(root)
+    name = f"{long * 60}end"
+    tables = {name: next(iter(full.tables.values()))}
+    put_manifest(root, replace(full, tables=tables, created_by=name).sealed())
+    shown = console.run("show", root, full.id).out.splitlines()
+    assert [line.startswith("created") for line in shown if name in line] == [True, False]
+    assert name in console.run("verify", root, full.id).out
+
+
+def test_a_closed_stdin_is_no_terminal(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = new_root()
+    chain_of_three(root)
+    monkeypatch.setattr(sys, "stdin", None)
+    result = console.run("repair", root, "--ignore", newest_id(root))
+    assert result.code == 2
+    assert result.err == "checknrun: nothing was changed: add --yes to do it without being asked\n"
+
+
+def test_with_stderr_closed_stdout_holds_no_error(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert console.run("ls", "/nowhere", "--json").out == ""
 
 
 @pytest.mark.parametrize(

@@ -106,13 +106,23 @@ def test_hours_are_numbers(hours: Any) -> None:
 
 
 class TestStock:
-    def saver(self, root: object) -> DcpCheckpointer:
-        return DcpCheckpointer(str(root), model=nn.Linear(1, 1), state={}, every_steps=1)
+    def saver(self, root: object, every_steps: int = 1) -> DcpCheckpointer:
+        model = nn.Linear(1, 1)
+        return DcpCheckpointer(str(root), model=model, state={}, every_steps=every_steps)
 
     @pytest.mark.parametrize("root", ["s3://bucket/run", "memory://run"])
     def test_urls_are_refused(self, root: str) -> None:
         with pytest.raises(ValueError, match="saves into a folder"):
             self.saver(root)
+
+    @pytest.mark.parametrize("every_steps", [0, -1])
+    def test_steps_that_never_come_are_refused(self, tmp_path: Path, every_steps: int) -> None:
+        with pytest.raises(ValueError, match=f"at least 1, such as 1000, not {every_steps}"):
+            self.saver(tmp_path, every_steps)
+
+    def test_an_empty_root_is_not_the_working_directory(self) -> None:
+        with pytest.raises(ValueError, match="root is empty"):
+            self.saver("")
 
     def test_the_newest_is_that_of_the_highest_step(self, tmp_path: Path) -> None:
         for step in (7, 99_999_999, 100_000_000, 100_000_003):
