@@ -44,6 +44,8 @@ from recipes.dlrm_criteo.samples import Dataset
 from recipes.dlrm_criteo.sharding import Sharder
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_LEAST = {"batch_size": 1, "log_every": 1, "eval_every": 1, "steps": 1, "eval_samples": 0}
+_OPTIONAL = ("eval_every", "steps")
 logger = logging.getLogger("recipes.dlrm_criteo.train")  # __name__ is __main__ here
 
 
@@ -102,11 +104,13 @@ def shard(
 
 
 def check(settings: DictConfig) -> None:
-    """Refuse a `trainer` group that no run can obey."""
-    for name in ("batch_size", "log_every", "eval_every", "steps"):
+    """Refuse a `trainer` group that no run can obey, before it has trained."""
+    for name, least in _LEAST.items():
         value = settings[name]
-        if value is not None and value < 1:
-            raise ValueError(f"trainer.{name} is {value}; expected at least 1")
+        if name in _OPTIONAL and value is None:
+            continue
+        if type(value) is not int or value < least:
+            raise ValueError(f"trainer.{name} is {value}; expected a whole number, {least} or more")
 
 
 class Training:
