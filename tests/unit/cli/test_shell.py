@@ -275,6 +275,14 @@ def test_urls_that_can_not_be_opened(
     assert len(result.err.splitlines()) == 1
 
 
+def test_main_can_be_imported_again() -> None:
+    for _ in range(2):
+        from torchrec_checknrun.cli import main as imported_anew
+
+        with pytest.raises(SystemExit):
+            imported_anew(["--version"])
+
+
 def test_version_is_shown(console: Console) -> None:
     assert console.run("--version").out == f"torchrec_checknrun {__version__}\n"
 
