@@ -139,6 +139,16 @@ def test_a_run_that_is_over_lets_go_of_its_root(tmp_path: Path) -> None:
     assert all(map(torch.equal, values(wanted.net), values(found.net)))
 
 
+def test_a_few_batches_tried_out_leave_no_checkpoint(tmp_path: Path) -> None:
+    module, reader = Module(), Reader(None)
+    saves = CheckNRun(tmp_path / "run", state={"reader": reader}, every_steps=1)
+    options = {"enable_progress_bar": False, "enable_model_summary": False}
+    pl.Trainer(accelerator="cpu", fast_dev_run=True, callbacks=[saves], **options).fit(
+        module, loader(reader)
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_hooks_would_add_to_lightnings_checkpoints_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
