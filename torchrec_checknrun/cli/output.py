@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import sys
@@ -26,6 +27,8 @@ _CONTROL = re.compile(
 )
 """Characters that move a cursor, change the direction of text, or can't be printed at all."""
 
+_COMPLETION_SECONDS = 2.0
+"""The longest wait of a shell, at one key, for a storage that doesn't answer."""
 _UNWRAPPED = 1_000_000
 """Columns of output that goes to no terminal."""
 _PATIENCE_SECONDS = 300.0
@@ -40,12 +43,17 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
     root = context.params.get("root")
     if not root:
         return []
+    logged = logging.root.manager.disable
+    logging.disable()  # warnings of retries would stand in the line that is being typed
     try:
-        listing = Listing.of(Folder(root).names())
-        ids = committed(Folder(root), listing.only(listing.ids))
+        folder = Folder(root, _COMPLETION_SECONDS)
+        listing = Listing.of(folder.names())
+        ids = committed(folder, listing.only(listing.ids))
         return [id for id in ids if id.startswith(incomplete)]
     except Exception:  # completion must not disturb the shell
         return []
+    finally:
+        logging.disable(logged)
 
 
 def _ids(text: str) -> Any:
