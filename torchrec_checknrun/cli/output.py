@@ -30,7 +30,7 @@ _CONTROL = re.compile(
 _COMPLETION_SECONDS = 2.0
 """The longest wait of a shell, at one key, for a storage that doesn't answer."""
 _UNWRAPPED = 1_000_000
-"""Columns of output that goes to no terminal."""
+"""Columns of what is not to be wrapped: tables, and output that goes to no terminal."""
 _PATIENCE_SECONDS = 300.0
 """The longest wait for a storage that doesn't answer at all, drivers' own retries included."""
 
@@ -132,7 +132,7 @@ def plain(value: Any) -> Any:
 
 
 def print_table(headings: Iterable[str], rows: Iterable[list[str]]) -> None:
-    """Print a table.
+    """Print a table in its own width: a narrow terminal wraps lines, and all cells are whole.
 
     Args:
         headings: of the columns; those that begin with ``>`` are aligned to the right.
@@ -141,10 +141,12 @@ def print_table(headings: Iterable[str], rows: Iterable[list[str]]) -> None:
     for heading in headings:
         name = heading.removeprefix(">")
         side: JustifyMethod = "left" if name == heading else "right"
-        table.add_column(name, justify=side, overflow="fold", no_wrap=name == "id")
+        table.add_column(name, justify=side)
     for row in rows:
         table.add_row(*map(clean, row))
-    console().print(table)
+    out = console()
+    out.width = _UNWRAPPED
+    out.print(table)
 
 
 def console() -> Console:

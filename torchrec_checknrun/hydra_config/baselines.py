@@ -25,6 +25,7 @@ from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.options.arguments import PerRank, Replicated
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
+from torchrec_checknrun.store.retry import masked
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -106,8 +107,9 @@ class DcpCheckpointer(_Closing):
     ) -> None:
         if "://" in os.fspath(root):
             raise ValueError(
-                f"checkpoint=dcp saves into a folder, not to {os.fspath(root)!r}: give a path that "
-                "all machines mount, such as /checkpoints/run-17, or use checkpoint=check_n_run"
+                f"checkpoint=dcp saves into a folder, not to {masked(os.fspath(root))!r}: give a "
+                "path that all machines mount, such as /checkpoints/run-17, or use "
+                "checkpoint=check_n_run"
             )
         if not os.fspath(root):
             raise ValueError("root is empty: give the folder of the checkpoints ('.' for this one)")

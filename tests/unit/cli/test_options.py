@@ -42,6 +42,19 @@ def test_lines_of_piped_output_are_whole(console: Console, long: str) -> None:
     assert name in console.run("verify", root, full.id).out
 
 
+@pytest.mark.parametrize("columns", ["80", "20"])
+def test_tables_are_legible_in_narrow_terminals(
+    console: Console, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    root = new_root()
+    *_, head = chain_of_three(root)
+    (line,) = [line for line in console.run("ls", root).out.splitlines() if head.id in line]
+    assert "differential" in line
+    assert head.created_at[:19].replace("T", " ") in line
+
+
 def test_a_closed_stdin_is_no_terminal(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     root = new_root()
     chain_of_three(root)
