@@ -7,8 +7,6 @@ in memory.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import stat
@@ -32,8 +30,7 @@ from torchrec_checknrun.store.retry import storage_failed
 from torchrec_checknrun.tools.dense import read_dense
 from torchrec_checknrun.tools.fused import fused_rows, inference_rows
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
-from torchrec_checknrun.values.plain_values import readable, sorted_members
-from torchrec_checknrun.values.state import encode_state
+from torchrec_checknrun.tools.values_json import values_json
 
 Rows = Literal["full", "fused"]
 Layout = Literal["stored", "inference"]
@@ -119,7 +116,7 @@ def export_dcp(
                 )
             tensors |= named
         _save_dcp(into, tensors)
-        into.put(VALUES_NAME, _json(chain, values, done.tables))
+        into.put(VALUES_NAME, values_json(chain, values, done.tables))
         done.tensors = {name: list(tensor.shape) for name, tensor in tensors.items()}
     return done
 
@@ -244,7 +241,7 @@ def export_safetensors(
         save(plain, STATE_FILE, about)
         done.files.append(STATE_FILE)
         done.tensors |= {name: list(tensor.shape) for name, tensor in tensors.items()}
-    into.put(VALUES_NAME, _json(chain, values, done.tables))
+    into.put(VALUES_NAME, values_json(chain, values, done.tables))
     return done
 
 
@@ -378,30 +375,3 @@ def _split(
                 "nor safetensors have: save it as another type, such as float64, and export that"
             )
     return tensors, values
-
-
-def _json(chain: Chain, values: Mapping[str, Any], tables: Mapping[str, str]) -> bytes:
-    document = {
-        "checkpoint": chain.head.id,
-        "step": chain.head.step,
-        "tables": tables,
-        "values": _readable(values),
-    }
-    return json.dumps(document, indent=2, allow_nan=False).encode()
-
-
-def _readable(value: Any) -> Any:
-    """Convert a value to JSON's types; what has none there is keyed by its own type's name."""
-    if isinstance(value, (set, frozenset)):
-        value = {type(value).__name__: sorted_members(value, "", encode_state)}
-    elif isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": str(value)}
-    if isinstance(value, Mapping):
-        return {name: _readable(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_readable(item) for item in value]
-    return {"hex": value.hex()} if isinstance(value, bytes) else _readable(readable(value))
