@@ -40,7 +40,7 @@ from recipes.dlrm_criteo.model import Architecture, initialise_dense, initialise
 from recipes.dlrm_criteo.pipeline import make_pipeline, outputs
 from recipes.dlrm_criteo.reader import Reader, to_batch
 from recipes.dlrm_criteo.runlog import LoggedDataset, RunLog
-from recipes.dlrm_criteo.samples import Dataset
+from recipes.dlrm_criteo.samples import Dataset, require_whole
 from recipes.dlrm_criteo.sharding import Sharder
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -106,11 +106,8 @@ def shard(
 def check(settings: DictConfig) -> None:
     """Refuse a `trainer` group that no run can obey, before it has trained."""
     for name, least in _LEAST.items():
-        value = settings[name]
-        if name in _OPTIONAL and value is None:
-            continue
-        if type(value) is not int or value < least:
-            raise ValueError(f"trainer.{name} is {value}; expected a whole number, {least} or more")
+        if name not in _OPTIONAL or settings[name] is not None:
+            require_whole(f"trainer.{name}", settings[name], least)
 
 
 class Training:
