@@ -16,8 +16,9 @@ from tests.crash.save_sweep import alone
 from tests.docs.blocks import blocks_of
 from tests.unit.hydra_config import test_config
 from tests.unit.hydra_config.test_config import made
-from torchrec_checknrun import Retention
-from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer
+from torchrec_checknrun import Checkpointer, Retention
+from torchrec_checknrun.errors import CheckpointNotFound
+from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer, NoCheckpointer
 
 app = test_config.app
 recorded = test_config.recorded
@@ -120,6 +121,18 @@ class TestStock:
     def test_steps_that_never_come_are_refused(self, tmp_path: Path, every_steps: int) -> None:
         with pytest.raises(ValueError, match=f"at least 1, such as 1000, not {every_steps}"):
             self.saver(tmp_path, every_steps)
+
+    def test_a_job_may_call_whatever_it_calls_of_a_checkpointer(self, tmp_path: Path) -> None:
+        for saver in (NoCheckpointer(), self.saver(tmp_path)):
+            assert {n for n in dir(Checkpointer) if not n.startswith("_")} <= {*dir(saver)}
+            with saver.writing("t", [3]):
+                saver.mark("t", [3])
+            saver.mark_all()
+            saver.publish()
+            assert saver.published is None
+        NoCheckpointer().restore(required=True)
+        with pytest.raises(CheckpointNotFound):
+            self.saver(tmp_path).restore(required=True)
 
     def test_an_empty_root_is_not_the_working_directory(self) -> None:
         with pytest.raises(ValueError, match="root is empty"):
