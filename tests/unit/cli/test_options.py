@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
@@ -62,6 +63,22 @@ def test_a_closed_stdin_is_no_terminal(console: Console, monkeypatch: pytest.Mon
     result = console.run("repair", root, "--ignore", newest_id(root))
     assert result.code == 2
     assert result.err == "checknrun: nothing was changed: add --yes to do it without being asked\n"
+
+
+def test_an_answer_that_never_comes_changes_nothing(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End with the code of a failure at an end of input or an interrupt, as after a no."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    root = new_root()
+    chain_of_three(root)
+    monkeypatch.setattr(sys, "stdin", Terminal(""))
+    result = console.run("repair", root, "--ignore", newest_id(root))
+    assert (result.code, result.err.splitlines()[-1]) == (2, "checknrun: nothing was changed")
 
 
 def test_with_stderr_closed_stdout_holds_no_error(
