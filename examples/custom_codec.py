@@ -44,12 +44,13 @@ def main(root: str) -> None:
     """Train and save with the codec; run it twice to restore from it."""
     init_process_group()
     model, optimizer = make_model()
-    choice = Quantization(codec=FixedPoint())
-    with Checkpointer(root, model=model, quantization=choice, callbacks=[print]) as checkpointer:
+    state, choice = {"optimizer": optimizer}, Quantization(codec=FixedPoint())
+    with Checkpointer(root, model=model, state=state, quantization=choice) as checkpointer:
         checkpointer.restore()
         for data in batches(checkpointer.steps, checkpointer.steps + 5):
             train_step(model, optimizer, data)
-        checkpointer.save()
+            checkpointer.step()
+        print(checkpointer.save())
 
 
 if __name__ == "__main__":

@@ -44,7 +44,10 @@ def main(root: str) -> None:
     """Train with the policy, and print the kinds of the checkpoints."""
     init_process_group()
     model, optimizer = make_model()
-    with Checkpointer(root, model=model, policy=Budget(0.5), callbacks=[print]) as checkpointer:
+    state, policy = {"optimizer": optimizer}, Budget(0.5)
+    with Checkpointer(
+        root, model=model, state=state, policy=policy, callbacks=[print]
+    ) as checkpointer:
         checkpointer.restore()
         for data in batches(checkpointer.steps, checkpointer.steps + 6):
             train_step(model, optimizer, data)

@@ -41,7 +41,11 @@ def main(root: str, path: str) -> None:
     init_process_group()
     model, optimizer = make_model()
     with Checkpointer(
-        root, model=model, triggers=[WhenAsked(path)], callbacks=[print]
+        root,
+        model=model,
+        state={"optimizer": optimizer},
+        triggers=[WhenAsked(path)],
+        callbacks=[print],
     ) as checkpointer:
         checkpointer.restore()
         for number, data in enumerate(batches(checkpointer.steps, checkpointer.steps + 20)):

@@ -41,13 +41,12 @@ def main(root: str, stop: int) -> list[int]:
     state = {"optimizer": optimizer, "loader": PerRank(loader)}
     with Checkpointer(root, model=model, state=state, triggers=[AtEnd()]) as checkpointer:
         checkpointer.restore()  # before iteration begins
-        seen = []
-        for number in loader:
+        seen: list[int] = []
+        numbers = iter(loader)
+        while checkpointer.steps < stop and (number := next(numbers, None)) is not None:
             train_step(model, optimizer, batch(number))
             seen.append(number)
             checkpointer.step()
-            if checkpointer.steps == stop:
-                break
     print(f"step {checkpointer.steps}: trained {len(seen)} batches")
     return seen
 

@@ -23,12 +23,15 @@ from rich.table import Table
 from tqdm import tqdm
 
 from recipes.dlrm_criteo.final_state import compare
-from recipes.dlrm_criteo.job import Event, Job, JobFailed, is_alive
+from recipes.dlrm_criteo.job import Event, Job, JobFailed, cleared, is_alive
 from recipes.dlrm_criteo.killed_in_backward import KILLED_RANK, REQUEST
 from torchrec_checknrun.format.names import sequence_of
 
 TRAINER = "recipes.dlrm_criteo.train"
 KILLED_IN_BACKWARD = "recipes.dlrm_criteo.killed_in_backward"
+RUNS = ("uninterrupted", "uninterrupted-again", "killed", "killed-with-images")
+"""The runs, each a folder of its name."""
+UNINTERRUPTED, AGAIN, KILLED, WITH_IMAGES = RUNS
 SHARED_MEMORY, LEAST_SHARED_MEMORY = "/dev/shm", 1 << 30
 """The folder of images, and the bytes free there below which the run with images is left out."""
 
@@ -240,21 +243,21 @@ def demonstrate(
     """Make all runs and check every claim; return the figures for the last line."""
     console = Console(width=140)
     module = sabotaged or TRAINER
-    first = train("uninterrupted", root, plan, overrides, module, kill=False)
+    first = train(UNINTERRUPTED, root, plan, overrides, module, kill=False)
     if exact and not once:
-        second = train("uninterrupted-again", root, plan, overrides, module, kill=False)
+        second = train(AGAIN, root, plan, overrides, module, kill=False)
         same = compare(first.final_state, second.final_state)
         check(same.equal, f"two uninterrupted runs are equal, but: {same.differences}")
         console.print("two uninterrupted runs end bit for bit equal")
     module = sabotaged or KILLED_IN_BACKWARD
-    killed = train("killed", root, plan, overrides, module, kill=True)
+    killed = train(KILLED, root, plan, overrides, module, kill=True)
     console.print(table(killed))
     figures = check_runs(first, killed, exact)
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < LEAST_SHARED_MEMORY:
         return f"{figures} (not shown with images: {SHARED_MEMORY} has {free / 1e6:,.0f} MB free)"
     images = [*overrides, "checkpoint.images=true"]
-    survived = train("killed-with-images", root, plan, images, module, kill=True)
+    survived = train(WITH_IMAGES, root, plan, images, module, kill=True)
     return f"{check_images(first, survived)}; without images: {figures}"
 
 
@@ -330,8 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
         plan, overrides = TSV, [f"dataset.path={options.data.resolve()}"]
     if options.bits is not None:
         overrides.append(f"checkpoint.bits={options.bits}")
-    root = options.runs.resolve()
-    shutil.rmtree(root, ignore_errors=True)
+    root = cleared(options.runs.resolve(), RUNS)
     try:
         exact = options.bits is None
         figures = demonstrate(root, plan, overrides, options.module, exact, options.once)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,6 +38,17 @@ def start_script(*words: str, log: Path) -> subprocess.Popen[bytes]:
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,
         )
+
+
+def cleared(root: Path, names: Iterable[str]) -> Path:
+    """Make a folder, without what earlier runs of these names have left in it; all else stays."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in (root / name for name in names):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    return root
 
 
 class Job:

@@ -71,6 +71,12 @@ def local_batch(global_batch: int, rank: int, world_size: int) -> int:
     return global_batch // world_size
 
 
+def require_whole(name: str, value: object, least: int) -> None:
+    """Refuse what is no whole number from a least one on, as Hydra's 1e6 is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value}; expected a whole number, {least} or more")
+
+
 @dataclass(frozen=True)
 class Holdout:
     """A split that holds out the last of every `every` raw samples; 0 holds out none."""
@@ -78,7 +84,7 @@ class Holdout:
     every: int
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.every == 1:
+        if not isinstance(self.every, int) or self.every < 0 or self.every == 1:
             raise ValueError(
                 f"dataset.holdout_every is {self.every}; expected 0 (hold out none) or at least 2 "
                 "(hold out every n-th sample)"
@@ -133,8 +139,7 @@ class ChunkedDataset(ABC):
                 f"num_embeddings_per_feature is {self.num_embeddings.tolist()}; expected "
                 f"{CAT_FEATURE_COUNT} table sizes of at least 1, one per categorical feature"
             )
-        if epochs < 1:
-            raise ValueError(f"dataset.epochs is {epochs}; expected at least 1")
+        require_whole("dataset.epochs", epochs, 1)
         self.epochs = epochs
         self.holdout = Holdout(holdout_every)
         self._held_out_counts: dict[int, int] = {}

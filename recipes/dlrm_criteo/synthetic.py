@@ -15,7 +15,7 @@ from math import gcd
 import numpy as np
 from torchrec.datasets.criteo import CAT_FEATURE_COUNT, INT_FEATURE_COUNT
 
-from recipes.dlrm_criteo.samples import Chunk, ChunkedDataset, Samples
+from recipes.dlrm_criteo.samples import Chunk, ChunkedDataset, Samples, require_whole
 
 BASE_RATE = 0.25  # of the labels; near Kaggle's
 LOGIT_STD = 2.0  # of the teacher: the part of a label that is not chance
@@ -76,8 +76,7 @@ class Synthetic(ChunkedDataset):
         drift: float = 0.0,
     ) -> None:
         super().__init__(num_embeddings_per_feature, holdout_every, epochs)
-        if samples < 1:
-            raise ValueError(f"dataset.samples is {samples}; expected at least 1")
+        require_whole("dataset.samples", samples, 1)
         if not 0 <= zipf <= 5:
             raise ValueError(f"dataset.zipf is {zipf}; expected 0 (all ids alike) to 5")
         if not 0 <= vocabulary_start <= 1:

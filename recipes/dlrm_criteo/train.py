@@ -40,10 +40,12 @@ from recipes.dlrm_criteo.model import Architecture, initialise_dense, initialise
 from recipes.dlrm_criteo.pipeline import make_pipeline, outputs
 from recipes.dlrm_criteo.reader import Reader, to_batch
 from recipes.dlrm_criteo.runlog import LoggedDataset, RunLog
-from recipes.dlrm_criteo.samples import Dataset
+from recipes.dlrm_criteo.samples import Dataset, require_whole
 from recipes.dlrm_criteo.sharding import Sharder
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_LEAST = {"batch_size": 1, "log_every": 1, "eval_every": 1, "steps": 1, "eval_samples": 0}
+_OPTIONAL = ("eval_every", "steps")
 logger = logging.getLogger("recipes.dlrm_criteo.train")  # __name__ is __main__ here
 
 
@@ -102,11 +104,10 @@ def shard(
 
 
 def check(settings: DictConfig) -> None:
-    """Refuse a `trainer` group that no run can obey."""
-    for name in ("batch_size", "log_every", "eval_every", "steps"):
-        value = settings[name]
-        if value is not None and value < 1:
-            raise ValueError(f"trainer.{name} is {value}; expected at least 1")
+    """Refuse a `trainer` group that no run can obey, before it has trained."""
+    for name, least in _LEAST.items():
+        if name not in _OPTIONAL or settings[name] is not None:
+            require_whole(f"trainer.{name}", settings[name], least)
 
 
 class Training:

@@ -59,7 +59,7 @@ def test_every_command_and_option_has_a_row() -> None:
         for command in commands:
             options.setdefault(command, set()).update(re.findall(r"`(--[\w-]+)`", promise))
     # Imported late: the package's attribute ``main`` is the function, which hides the module.
-    from torchrec_checknrun.cli.main import app
+    from torchrec_checknrun.cli.commands import app
 
     tool = typer.main.get_command(app)
     commands = tool.commands  # type: ignore[attr-defined]  # a group, by Click

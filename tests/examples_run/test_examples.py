@@ -69,10 +69,15 @@ def is_sound(root: Path | str) -> bool:
     return len(found) > 0 and not any(checkpoint.problems for checkpoint in found)
 
 
+def field(root: Path, name: str) -> list[Any]:
+    """List a field of the manifests in a root, oldest first."""
+    files = sorted(root.glob("*/manifest.json"))
+    return [json.loads(file.read_bytes())["manifest"][name] for file in files]
+
+
 def kinds(root: Path) -> list[str]:
     """List the kinds of a root's checkpoints, oldest first."""
-    files = sorted(root.glob("*/manifest.json"))
-    return [json.loads(file.read_bytes())["manifest"]["kind"] for file in files]
+    return field(root, "kind")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -161,9 +166,23 @@ def test_data_position(tmp_path: Path) -> None:
     pytest.importorskip("torchdata.stateful_dataloader", exc_type=ImportError)
     seen = [run("data_position", str(tmp_path), stop) for stop in (7, 22, 40)]
     assert [len(numbers) for numbers in seen] == [7, 15, 18]
+    assert run("data_position", str(tmp_path), 40) == [], "nothing is left"
     assert sorted(number for numbers in seen for number in numbers) == list(range(40)), (
         "every batch once"
     )
+
+
+@pytest.mark.parametrize("example", ["custom_policy", "custom_trigger", "custom_codec"])
+def test_nothing_of_a_job_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, example: str
+) -> None:
+    """Go on in a second run after the steps of the first one, with the optimizer's state."""
+    root, others = tmp_path / "run", ["now"] if example == "custom_trigger" else []
+    run(example, str(root), *others)
+    first = max(field(root, "step"))
+    run(example, str(root), *others)
+    assert max(field(root, "step")) == 2 * first > 0
+    assert "is not among the state objects" not in caplog.text
 
 
 class TestExtensions:

@@ -1,7 +1,7 @@
 """Provide the console tool ``checknrun``, which lists, verifies, changes and plans checkpoints.
 
-Commands need no GPU, process group or model, and take any folder or fsspec URL. Read ``main.py``
-first.
+Commands need no GPU, process group or model, and take any folder or fsspec URL. Read
+``commands.py`` first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    from torchrec_checknrun.cli.main import run
+    from torchrec_checknrun.cli.commands import run
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # not a replacement, as of a notebook

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum
 from functools import partial
@@ -328,7 +329,10 @@ def adopt(root: Root, ids: SomeIds, yes: Yes = False) -> None:
 def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():  # None: closed
         raise CheckNRunError("nothing was changed: add --yes to do it without being asked")
-    if not typer.confirm(question):
+    sure = False
+    with suppress(typer.Abort):  # the end of the input, or an interrupt
+        sure = typer.confirm(question)
+    if not sure:
         raise CheckNRunError("nothing was changed")

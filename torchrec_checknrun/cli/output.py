@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import sys
@@ -26,6 +27,10 @@ _CONTROL = re.compile(
 )
 """Characters that move a cursor, change the direction of text, or can't be printed at all."""
 
+_COMPLETION_SECONDS = 2.0
+"""The longest wait of a shell, at one key, for a storage that doesn't answer."""
+_UNWRAPPED = 1_000_000
+"""Columns of what is not to be wrapped: tables, and output that goes to no terminal."""
 _PATIENCE_SECONDS = 300.0
 """The longest wait for a storage that doesn't answer at all, drivers' own retries included."""
 
@@ -38,12 +43,17 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
     root = context.params.get("root")
     if not root:
         return []
+    logged = logging.root.manager.disable
+    logging.disable()  # warnings of retries would stand in the line that is being typed
     try:
-        listing = Listing.of(Folder(root).names())
-        ids = committed(Folder(root), listing.only(listing.ids))
+        folder = Folder(root, _COMPLETION_SECONDS)
+        listing = Listing.of(folder.names())
+        ids = committed(folder, listing.only(listing.ids))
         return [id for id in ids if id.startswith(incomplete)]
     except Exception:  # completion must not disturb the shell
         return []
+    finally:
+        logging.disable(logged)
 
 
 def _ids(text: str) -> Any:
@@ -106,7 +116,8 @@ def say(text: str, style: str | None = None) -> None:
 
 def complain(text: str) -> None:
     """Print a line on stderr."""
-    print(f"checknrun: {clean(text)}", file=sys.stderr)
+    if sys.stderr is not None:  # closed; print would take stdout
+        print(f"checknrun: {clean(text)}", file=sys.stderr)
 
 
 def plain(value: Any) -> Any:
@@ -121,7 +132,7 @@ def plain(value: Any) -> Any:
 
 
 def print_table(headings: Iterable[str], rows: Iterable[list[str]]) -> None:
-    """Print a table.
+    """Print a table in its own width: a narrow terminal wraps lines, and all cells are whole.
 
     Args:
         headings: of the columns; those that begin with ``>`` are aligned to the right.
@@ -130,17 +141,19 @@ def print_table(headings: Iterable[str], rows: Iterable[list[str]]) -> None:
     for heading in headings:
         name = heading.removeprefix(">")
         side: JustifyMethod = "left" if name == heading else "right"
-        table.add_column(name, justify=side, overflow="fold", no_wrap=name == "id")
+        table.add_column(name, justify=side)
     for row in rows:
         table.add_row(*map(clean, row))
-    console().print(table)
+    out = console()
+    out.width = _UNWRAPPED
+    out.print(table)
 
 
 def console() -> Console:
     """Return a console for stdout, wide enough not to wrap piped output."""
     out = Console(highlight=False, markup=False, emoji=False)
     if not out.is_terminal:
-        out.width = 250
+        out.width = _UNWRAPPED
     return out
 
 

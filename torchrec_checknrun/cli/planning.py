@@ -31,6 +31,15 @@ def _count(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is no number: write 2000000000 or 2e9") from None
 
 
+def _exponent(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"--growth {text!r} is no number: write one from 0 to 1, such as 0.33, or random"
+        ) from None
+
+
 _Rows = Annotated[str | None, typer.Option(help="Rows of all tables, like 2e9.")]
 _Dim = Annotated[int | None, typer.Option(help="Columns of the tables.")]
 _OptimizerBytes = Annotated[
@@ -172,7 +181,7 @@ def _job(values: Mapping[str, Any]) -> Job:
     return Job(
         rows=_count(values["rows"]),
         dense_bytes=_count(values["dense_bytes"]),
-        growth=None if values["growth"] == "random" else float(values["growth"]),
+        growth=None if values["growth"] == "random" else _exponent(values["growth"]),
         interval_minutes=values["interval"],
         copy_bandwidth=None if copied is None else _GB * copied,
         read_bandwidth=None if read is None else _GB * read,

@@ -11,9 +11,10 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -25,12 +26,34 @@ from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.options.arguments import PerRank, Replicated
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.report import CheckpointReport, RestoreReport
+from torchrec_checknrun.store.retry import masked
+
+if TYPE_CHECKING:
+    from torchrec_checknrun.model.tracked_shard import RowIds
 
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-class _Closing:
-    """A context manager that closes at the end, but waits for no rank after an error."""
+class _Baseline:
+    """The methods of ``Checkpointer`` for which a baseline has nothing to do.
+
+    As a context manager it closes at the end, but waits for no rank after an error.
+    """
+
+    published = None
+
+    def publish(self, *, wait: bool = True) -> None:
+        """Publish nothing."""
+
+    def mark(self, table: str, rows: RowIds) -> None:
+        """Mark no rows: all are saved, or none."""
+
+    def mark_all(self, table: str | None = None) -> None:
+        """Mark no rows, as ``mark``."""
+
+    def writing(self, table: str, rows: RowIds) -> AbstractContextManager[None]:
+        """Let the block write rows."""
+        return nullcontext()
 
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
@@ -43,14 +66,14 @@ class _Closing:
             self.close()
 
 
-class NoCheckpointer(_Closing):
+class NoCheckpointer(_Baseline):
     """The checkpointer of ``checkpoint=off``: counts steps, saves nothing."""
 
     def __init__(self) -> None:
         self.steps = 0
 
-    def restore(self) -> None:
-        """Restore nothing: a fresh start."""
+    def restore(self, *, required: bool | None = None) -> None:
+        """Restore nothing: a fresh start, whatever is required."""
 
     def step(self) -> CheckpointReport | None:
         """Count a step; save nothing."""
@@ -78,7 +101,7 @@ class _Steps:
         self.value = state_dict["steps"]
 
 
-class DcpCheckpointer(_Closing):
+class DcpCheckpointer(_Baseline):
     """The checkpointer of ``checkpoint=dcp`` and ``dcp_async``: the whole model, always, in fp32.
 
     Args:
@@ -89,7 +112,8 @@ class DcpCheckpointer(_Closing):
         resume: auto, must or never, as for ``Checkpointer``.
 
     Raises:
-        ValueError: the root is a URL, which stock DCP would take for a local folder's name.
+        ValueError: the root is a URL, which stock DCP would take for a local folder's name, or
+            empty, its name for the working directory; or ``every_steps`` is below 1.
     """
 
     def __init__(
@@ -105,9 +129,14 @@ class DcpCheckpointer(_Closing):
     ) -> None:
         if "://" in os.fspath(root):
             raise ValueError(
-                f"checkpoint=dcp saves into a folder, not to {os.fspath(root)!r}: give a path that "
-                "all machines mount, such as /checkpoints/run-17, or use checkpoint=check_n_run"
+                f"checkpoint=dcp saves into a folder, not to {masked(os.fspath(root))!r}: give a "
+                "path that all machines mount, such as /checkpoints/run-17, or use "
+                "checkpoint=check_n_run"
             )
+        if not os.fspath(root):
+            raise ValueError("root is empty: give the folder of the checkpoints ('.' for this one)")
+        if every_steps < 1:
+            raise ValueError(f"every_steps must be at least 1, such as 1000, not {every_steps}")
         self._root = Path(root)
         self._steps = _Steps()
         # DCP keeps one rank's content of each object, however it was declared.
@@ -129,15 +158,19 @@ class DcpCheckpointer(_Closing):
     def steps(self) -> int:
         return self._steps.value
 
-    def restore(self) -> RestoreReport | None:
+    def restore(self, *, required: bool | None = None) -> RestoreReport | None:
         """Load the checkpoint of the highest step that has metadata.
 
+        Args:
+            required: whether a root without a checkpoint is an error; None: as ``resume`` says.
+
         Raises:
-            CheckpointNotFound: there is no checkpoint, and ``resume`` is ``must``.
+            CheckpointNotFound: there is no checkpoint, and one is required.
         """
+        required = self._resume == "must" if required is None else required
         started = time.perf_counter()
         path = None if self._resume == "never" else self._ranks.from_rank_0(self._newest)
-        if path is None and self._resume == "must":
+        if path is None and required:
             raise CheckpointNotFound(
                 f"nothing to restore: no checkpoint in {self._root}. Name the root that the "
                 'checkpoints are in, or start fresh with resume="auto"'

@@ -42,7 +42,8 @@ class CheckNRun(Callback):
     schedulers, the Trainer's progress (epoch, batch, step), its other callbacks' states and its
     precision plugin's are saved and restored as well; the position in the data is not: give a
     reader that knows its place in ``state``, and a length, without which Lightning reads ahead of
-    training. A step ends after ``on_train_batch_end`` of all callbacks and of the module.
+    training. A step ends after ``on_train_batch_end`` of all callbacks and of the module. With the
+    Trainer's ``fast_dev_run`` nothing is restored or saved, as by Lightning's own callbacks.
 
     Args:
         root: as of ``Checkpointer``.
@@ -90,7 +91,10 @@ class CheckNRun(Callback):
         }
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the Checkpointer and restore."""
+        """Make the Checkpointer and restore; not for a run that tries a few batches out."""
+        if trainer.fast_dev_run:
+            logger.warning("nothing is restored or saved: the Trainer has fast_dev_run")
+            return
         model: nn.Module = getattr(pl_module, self._model) if self._model else pl_module
         self.checkpointer = Checkpointer(
             self._root, model=model, state=self.states(trainer, pl_module), **self._options
@@ -119,6 +123,10 @@ class CheckNRun(Callback):
         if self.checkpointer is not None:
             self.checkpointer.close()
             self.checkpointer = None
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End as after training: of a run that is over already Lightning trains nothing."""
+        self.on_train_end(trainer, pl_module)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -203,16 +203,16 @@ class Follower:
                 "start() needs an interval: Follower(..., interval_seconds=1), or call poll()"
             )
         if self._thread is None:
-            self._closing = threading.Event()  # a thread before may still have to see its own
             self._thread = start_looking(self, self._closing, self._interval)
 
     def close(self) -> None:
-        """Stop the thread, if any; the version that is served stays."""
+        """Stop the thread, if any; the version that is served stays, and ``poll`` still looks."""
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             with self._pace.hurried():
                 thread.join(self._seconds)
+        self._closing = threading.Event()  # that thread may still have to see its own
 
     def __enter__(self) -> Follower:
         if self._interval is not None:

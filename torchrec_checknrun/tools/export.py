@@ -7,7 +7,6 @@ in memory.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -31,8 +30,7 @@ from torchrec_checknrun.store.retry import storage_failed
 from torchrec_checknrun.tools.dense import read_dense
 from torchrec_checknrun.tools.fused import fused_rows, inference_rows
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
-from torchrec_checknrun.values.plain_values import readable, sorted_members
-from torchrec_checknrun.values.state import encode_state
+from torchrec_checknrun.tools.values_json import values_json
 
 Rows = Literal["full", "fused"]
 Layout = Literal["stored", "inference"]
@@ -118,7 +116,7 @@ def export_dcp(
                 )
             tensors |= named
         _save_dcp(into, tensors)
-        into.put(VALUES_NAME, _json(chain, values, done.tables))
+        into.put(VALUES_NAME, values_json(chain, values, done.tables))
         done.tensors = {name: list(tensor.shape) for name, tensor in tensors.items()}
     return done
 
@@ -243,7 +241,7 @@ def export_safetensors(
         save(plain, STATE_FILE, about)
         done.files.append(STATE_FILE)
         done.tensors |= {name: list(tensor.shape) for name, tensor in tensors.items()}
-    into.put(VALUES_NAME, _json(chain, values, done.tables))
+    into.put(VALUES_NAME, values_json(chain, values, done.tables))
     return done
 
 
@@ -377,22 +375,3 @@ def _split(
                 "nor safetensors have: save it as another type, such as float64, and export that"
             )
     return tensors, values
-
-
-def _json(chain: Chain, values: Mapping[str, Any], tables: Mapping[str, str]) -> bytes:
-    document = {
-        "checkpoint": chain.head.id,
-        "step": chain.head.step,
-        "tables": tables,
-        "values": values,
-    }
-    return json.dumps(document, indent=2, default=_readable).encode()
-
-
-def _readable(value: object) -> object:
-    """Convert a value that JSON has no type for, keyed by its type's name."""
-    if isinstance(value, (set, frozenset)):
-        return {type(value).__name__: sorted_members(value, "", encode_state)}
-    if isinstance(value, (np.generic, np.ndarray)):
-        return value.tolist()
-    return {"hex": value.hex()} if isinstance(value, bytes) else readable(value)

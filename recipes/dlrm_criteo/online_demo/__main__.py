@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,9 +23,9 @@ from typing import Any
 from rich.console import Console
 
 from recipes.dlrm_criteo.demo import Unmet, check
-from recipes.dlrm_criteo.job import JobFailed
+from recipes.dlrm_criteo.job import JobFailed, cleared
 from recipes.dlrm_criteo.online_demo.outcome import FIRST, FOLLOWED, markdown, table
-from recipes.dlrm_criteo.online_demo.run import Plan, demonstrate
+from recipes.dlrm_criteo.online_demo.run import WRITTEN, Plan, demonstrate
 from recipes.dlrm_criteo.online_demo.served import ServerFailed
 
 LARGE_BYTES = 256 << 20
@@ -50,9 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.markdown is not None:
         print(markdown(json.loads(options.markdown.read_text())["models"]))
         return 0
-    root = options.runs.resolve()
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir(parents=True)
+    root = cleared(options.runs.resolve(), WRITTEN)
     try:
         with _ended_by_signals():
             found = demonstrate(root, _plan(options))

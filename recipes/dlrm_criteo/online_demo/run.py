@@ -42,6 +42,8 @@ from recipes.dlrm_criteo.samples import ChunkedDataset
 from recipes.dlrm_criteo.synthetic import Synthetic
 
 RANKS = 2
+WRITTEN = ("gate", "publications", "server", "trainer")
+"""The names of what a demo writes into its folder."""
 BACKLOG = 8
 """Batches that may be predicted and not yet trained; then the stream waits. TorchRec's pipelines
 hold one or two of them, which they train when the next one comes."""
@@ -205,7 +207,7 @@ def settings(root: Path, plan: Plan) -> list[str]:
 
 
 def demonstrate(root: Path, plan: Plan, quiet: bool = False) -> dict[str, Any]:
-    """Run the demo in an empty folder; return its figures.
+    """Run the demo in a folder without any of ``WRITTEN``; return its figures.
 
     Raises:
         Unmet: a promise does not hold.

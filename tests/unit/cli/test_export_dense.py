@@ -162,3 +162,20 @@ def test_a_table_that_is_called_as_the_dense_part(
     with pytest.raises(IncompatibleCheckpoint, match=rf"table '{table}' would be written to"):
         export_safetensors(root, resolve(root, newest_id(root)), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_values_are_json_of_any_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write NaN and infinities, as of a schedule's best metric, in a form that JSON has."""
+    none = float("nan")
+    best = {"best": float("inf"), "lr": 0.5, "seen": {none, -1.0}, "at": complex(0, -none)}
+    root = with_model(monkeypatch, best)
+    export_dcp(root, resolve(root, newest_id(root)), tmp_path / "dcp")
+    text = (tmp_path / "dcp" / "values.json").read_text()
+    document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    found = {name: v for name, v in document["values"].items() if name.startswith("w.")}
+    assert found == {
+        "w.best": {"float": "inf"},
+        "w.lr": 0.5,
+        "w.seen": {"set": [-1.0, {"float": "nan"}]},
+        "w.at": {"complex": [0.0, {"float": "nan"}]},
+    }

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import io
+import sys
 
-from tests.unit.chains import DIM, Part, new_root, write
+import pytest
+from msgspec.structs import replace
+
+from tests.unit.chains import DIM, Part, chain_of_three, new_root, put_manifest, write
+from tests.unit.cli.exported import newest_id
 from tests.unit.console import Console
 from torchrec_checknrun.cli import reading
 from torchrec_checknrun.cli.output import size
@@ -23,6 +28,64 @@ def test_cat_shows_all_columns(console: Console, monkeypatch: pytest.MonkeyPatch
     assert "…" in some.out
     assert "…" not in everything.out
     assert len(everything.out.split()) == len(some.out.split()) + DIM - 3 - 1
+
+
+@pytest.mark.parametrize("long", ["a table's name ", "table"])
+def test_lines_of_piped_output_are_whole(console: Console, long: str) -> None:
+    """Wrap nothing that a program reads, however long names are."""
+    root = new_root()
+    (full, *_) = chain_of_three(root)
+    name = f"{long * 60}end"
+    tables = {name: next(iter(full.tables.values()))}
+    put_manifest(root, replace(full, tables=tables, created_by=name).sealed())
+    shown = console.run("show", root, full.id).out.splitlines()
+    assert [line.startswith("created") for line in shown if name in line] == [True, False]
+    assert name in console.run("verify", root, full.id).out
+
+
+@pytest.mark.parametrize("columns", ["80", "20"])
+def test_tables_are_legible_in_narrow_terminals(
+    console: Console, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    root = new_root()
+    *_, head = chain_of_three(root)
+    (line,) = [line for line in console.run("ls", root).out.splitlines() if head.id in line]
+    assert "differential" in line
+    assert head.created_at[:19].replace("T", " ") in line
+
+
+def test_a_closed_stdin_is_no_terminal(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = new_root()
+    chain_of_three(root)
+    monkeypatch.setattr(sys, "stdin", None)
+    result = console.run("repair", root, "--ignore", newest_id(root))
+    assert result.code == 2
+    assert result.err == "checknrun: nothing was changed: add --yes to do it without being asked\n"
+
+
+def test_an_answer_that_never_comes_changes_nothing(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """End with the code of a failure at an end of input or an interrupt, as after a no."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    root = new_root()
+    chain_of_three(root)
+    monkeypatch.setattr(sys, "stdin", Terminal(""))
+    result = console.run("repair", root, "--ignore", newest_id(root))
+    assert (result.code, result.err.splitlines()[-1]) == (2, "checknrun: nothing was changed")
+
+
+def test_with_stderr_closed_stdout_holds_no_error(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert console.run("ls", "/nowhere", "--json").out == ""
 
 
 @pytest.mark.parametrize(

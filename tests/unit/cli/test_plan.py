@@ -171,7 +171,7 @@ class TestConsole:
             (["--rows", "many"], "'many' is no number"),
             (["--rows", "0"], "rows must be positive"),
             (["--rows", "9", "--fraction", "2"], "fraction must be above 0"),
-            (["--rows", "9", "--growth", "fast"], "could not convert"),
+            (["--rows", "9", "--growth", "fast"], "'fast' is no number: write one from 0 to 1"),
             (["--rows", "9", "--bits", "5"], "bits must be 2, 3, 4, 8 or 32"),
             (["--rows", "9", "--job-hours", "0.1"], "less than one interval"),
             (["--rows", "1e308"], "rows must be from 1e-09 to 1e+18"),

@@ -10,6 +10,7 @@ import string
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -275,6 +276,14 @@ def test_urls_that_can_not_be_opened(
     assert len(result.err.splitlines()) == 1
 
 
+def test_main_can_be_imported_again() -> None:
+    for _ in range(2):
+        from torchrec_checknrun.cli import main as imported_anew
+
+        with pytest.raises(SystemExit):
+            imported_anew(["--version"])
+
+
 def test_version_is_shown(console: Console) -> None:
     assert console.run("--version").out == f"torchrec_checknrun {__version__}\n"
 
@@ -292,6 +301,30 @@ def test_ids_are_completed(root: Folder) -> None:
     assert complete(context, "seq-000002") == [manifests[1].id]
     context.params = {"root": "nowhere://x"}
     assert complete(context, "") == []
+
+
+@pytest.mark.parametrize("hangs", [set(hanging.CALLS), set()])
+def test_completion_waits_for_no_storage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hangs: set[str]
+) -> None:
+    """Complete nothing, soon and without a word, where the storage doesn't answer or refuses."""
+    monkeypatch.setattr(hanging.HangingStore, "hangs", hangs)
+    monkeypatch.setattr(hanging.HangingStore, "released", threading.Event())
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("refused")
+
+    if not hangs:
+        monkeypatch.setattr(hanging.HangingStore, "ls", refuse)
+    context = typer.Context(TyperCommand("ls"))
+    context.params = {"root": "hanging://run"}
+    began = time.monotonic()
+    try:
+        assert output._complete(context, "") == []
+    finally:
+        hanging.HangingStore.released.set()
+    assert time.monotonic() - began < 10
+    assert caplog.text == ""
 
 
 def test_looking_needs_no_torch(tmp_path: Path) -> None:

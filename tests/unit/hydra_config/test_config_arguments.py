@@ -16,8 +16,9 @@ from tests.crash.save_sweep import alone
 from tests.docs.blocks import blocks_of
 from tests.unit.hydra_config import test_config
 from tests.unit.hydra_config.test_config import made
-from torchrec_checknrun import Retention
-from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer
+from torchrec_checknrun import Checkpointer, Retention
+from torchrec_checknrun.errors import CheckpointNotFound
+from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer, NoCheckpointer
 
 app = test_config.app
 recorded = test_config.recorded
@@ -106,13 +107,36 @@ def test_hours_are_numbers(hours: Any) -> None:
 
 
 class TestStock:
-    def saver(self, root: object) -> DcpCheckpointer:
-        return DcpCheckpointer(str(root), model=nn.Linear(1, 1), state={}, every_steps=1)
+    def saver(self, root: object, every_steps: int = 1) -> DcpCheckpointer:
+        model = nn.Linear(1, 1)
+        return DcpCheckpointer(str(root), model=model, state={}, every_steps=every_steps)
 
-    @pytest.mark.parametrize("root", ["s3://bucket/run", "memory://run"])
+    @pytest.mark.parametrize("root", ["s3://bucket/run", "https://me:secret@host/run"])
     def test_urls_are_refused(self, root: str) -> None:
-        with pytest.raises(ValueError, match="saves into a folder"):
+        with pytest.raises(ValueError, match="saves into a folder") as refused:
             self.saver(root)
+        assert "secret" not in str(refused.value)
+
+    @pytest.mark.parametrize("every_steps", [0, -1])
+    def test_steps_that_never_come_are_refused(self, tmp_path: Path, every_steps: int) -> None:
+        with pytest.raises(ValueError, match=f"at least 1, such as 1000, not {every_steps}"):
+            self.saver(tmp_path, every_steps)
+
+    def test_a_job_may_call_whatever_it_calls_of_a_checkpointer(self, tmp_path: Path) -> None:
+        for saver in (NoCheckpointer(), self.saver(tmp_path)):
+            assert {n for n in dir(Checkpointer) if not n.startswith("_")} <= {*dir(saver)}
+            with saver.writing("t", [3]):
+                saver.mark("t", [3])
+            saver.mark_all()
+            saver.publish()
+            assert saver.published is None
+        NoCheckpointer().restore(required=True)
+        with pytest.raises(CheckpointNotFound):
+            self.saver(tmp_path).restore(required=True)
+
+    def test_an_empty_root_is_not_the_working_directory(self) -> None:
+        with pytest.raises(ValueError, match="root is empty"):
+            self.saver("")
 
     def test_the_newest_is_that_of_the_highest_step(self, tmp_path: Path) -> None:
         for step in (7, 99_999_999, 100_000_000, 100_000_003):

@@ -21,7 +21,7 @@ from tests.unit.integrations.test_trainers import (
     until,
     values,
 )
-from torchrec_checknrun import RngState
+from torchrec_checknrun import AtEnd, RngState
 
 pl = pytest.importorskip("lightning.pytorch", exc_type=ImportError)
 
@@ -95,7 +95,7 @@ def fit(root: Path, cut: int | None, before: Any = (), after: Any = (), data: An
     """Train with callbacks before and after the one that saves."""
     module, reader = Module(), Reader(cut)
     state = {"reader": reader, "rng": RngState()}
-    saves = CheckNRun(root, state=state, every_steps=EVERY, when_busy="wait")
+    saves = CheckNRun(root, state=state, every_steps=EVERY, when_busy="wait", triggers=[AtEnd()])
     trainer = pl.Trainer(
         accelerator="cpu",
         max_steps=STEPS,
@@ -108,6 +108,7 @@ def fit(root: Path, cut: int | None, before: Any = (), after: Any = (), data: An
     with until(cut):
         trainer.fit(module, *([loader(reader)] if data is None else []), datamodule=data)
     assert "on_train_batch_end" not in vars(module)
+    assert saves.checkpointer is None
     return module
 
 
@@ -130,6 +131,22 @@ def test_a_resumed_run_stops_where_an_uninterrupted_one_does(tmp_path: Path) -> 
     last = Average(STEPS - 1)
     fit(tmp_path, None, before=[last])
     assert last.count == STEPS - 1
+
+
+def test_a_run_that_is_over_lets_go_of_its_root(tmp_path: Path) -> None:
+    wanted = fit(tmp_path, None)
+    found = fit(tmp_path, None)  # Lightning trains nothing: neither begin nor end of training
+    assert all(map(torch.equal, values(wanted.net), values(found.net)))
+
+
+def test_a_few_batches_tried_out_leave_no_checkpoint(tmp_path: Path) -> None:
+    module, reader = Module(), Reader(None)
+    saves = CheckNRun(tmp_path / "run", state={"reader": reader}, every_steps=1)
+    options = {"enable_progress_bar": False, "enable_model_summary": False}
+    pl.Trainer(accelerator="cpu", fast_dev_run=True, callbacks=[saves], **options).fit(
+        module, loader(reader)
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_hooks_would_add_to_lightnings_checkpoints_is_told(

@@ -120,3 +120,46 @@ def test_a_unit_that_does_not_read_ahead(tmp_path: Path, caplog: pytest.LogCaptu
     wanted, found = lives(NotAhead, tmp_path)
     assert all(map(torch.equal, values(wanted.module), values(found.module)))
     assert "a batch ahead" not in caplog.text
+
+
+class EpochReader(Reader):
+    """A reader of epochs of three batches, which knows whether it is within one."""
+
+    def __init__(self, cut: int | None) -> None:
+        super().__init__(cut)
+        self.end: int | None = None  # of the epoch, if within one
+
+    def __iter__(self) -> Iterator[int]:
+        self.end = self.position + 3 if self.end is None else self.end
+        while self.position < self.end:
+            yield next(super().__iter__())
+        self.end = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "end": self.end}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.end = state["position"], state["end"]
+
+
+def test_epochs_end_where_they_did(tmp_path: Path) -> None:
+    """Go on from the last batch of an epoch (the third), and from the middle of one."""
+
+    def trained(root: Path, cut: int | None, every: int) -> tuple[Unit, EpochReader]:
+        torch.manual_seed(5)
+        unit, reader = Unit(), EpochReader(cut)
+        state = {"reader": reader, "rng": RngState()}
+        saves = CheckNRun(root, state=state, every_steps=every, when_busy="wait")
+        with until(cut):
+            train(unit, loader(reader), max_epochs=3, callbacks=[saves])
+        return unit, reader
+
+    for every in (2, 3):
+        wanted, whole = trained(tmp_path / f"whole{every}", None, every)
+        trained(tmp_path / f"cut{every}", CUT, every)
+        found, resumed = trained(tmp_path / f"cut{every}", None, every)
+        assert resumed.position == whole.position == 9
+        assert all(map(torch.equal, values(wanted.module), values(found.module)))
+        again, over = trained(tmp_path / f"whole{every}", None, every)
+        assert over.position == 9
+        assert again.train_progress.num_epochs_completed == 3

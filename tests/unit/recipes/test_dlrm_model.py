@@ -127,8 +127,18 @@ def test_a_misspelt_setting_fails(override: str) -> None:
 
 @pytest.mark.parametrize("name", ["batch_size", "log_every", "eval_every", "steps"])
 def test_settings_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"trainer.{name} is 0; expected at least 1"):
+    with pytest.raises(ValueError, match=f"trainer.{name} is 0; expected a whole number, 1 or"):
         check(configured(f"trainer.{name}=0").trainer)
+
+
+@pytest.mark.parametrize(
+    "setting", ["eval_samples=null", "eval_samples=-1", "log_every=null", "steps=1e3"]
+)
+def test_settings_that_training_would_end_with_are_refused(setting: str) -> None:
+    """Refuse at the start what the first step, or the evaluation after the last, would fail on."""
+    with pytest.raises(ValueError, match=r"trainer\.\w+ is [\w.-]+; expected a whole number"):
+        check(configured(f"trainer.{setting}").trainer)
+    check(configured("trainer.eval_samples=0", "trainer.steps=null").trainer)
 
 
 def test_dense_starting_values_follow_the_reference() -> None:

@@ -220,12 +220,15 @@ def test_ranks_must_share_a_global_batch_equally() -> None:
     [
         ({"holdout_every": 1}, "holdout_every is 1"),
         ({"holdout_every": -2}, "holdout_every is -2"),
+        ({"holdout_every": 10.0}, "holdout_every is 10.0"),
+        ({"epochs": 1.5}, "epochs is 1.5; expected a whole number"),
+        ({"samples": 1e6}, "samples is 1000000.0; expected a whole number"),
         ({"epochs": 0}, "epochs is 0"),
     ],
 )
 def test_impossible_options_are_named(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Synthetic(SIZES, samples=100, **options)
+        Synthetic(SIZES, **{"samples": 100, **options})
 
 
 @pytest.mark.parametrize("sizes", [SIZES[1:], [0, *SIZES[1:]]])

@@ -327,6 +327,35 @@ def test_a_thread_that_closes_its_follower_can_be_started_again(tmp_path: Path) 
     job.saver.close()
 
 
+def test_a_closed_follower_still_waits_for_predictions(tmp_path: Path) -> None:
+    """Show what is newest by hand, as a server may that is about to end."""
+    job = Job(tmp_path)
+    follower = Follower(tmp_path, Net())
+    predicting, leave = threading.Event(), threading.Event()
+
+    def predict() -> None:
+        with follower.read():
+            predicting.set()
+            leave.wait(30)
+
+    job.train(0)
+    job.save()
+    follower.poll()
+    thread = threading.Thread(target=predict)
+    thread.start()
+    assert predicting.wait(30)
+    follower.close()
+    for step in (1, 2):  # the second one goes where that prediction reads
+        job.train(step)
+        job.save()
+        threading.Timer(0.2, leave.set).start() if step == 2 else None
+        version = follower.poll()
+        assert version is not None
+        assert (version.step, version.error) == (step + 1, None)
+    thread.join(30)
+    job.saver.close()
+
+
 def test_a_thread_that_outlives_close_ends_after_a_new_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
