@@ -6,7 +6,7 @@ optimizer state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -33,6 +33,7 @@ from torchrec_checknrun.format.chunk import (
     Sections,
     decoded_most,
     dtype_name,
+    part_most,
 )
 from torchrec_checknrun.format.entries import (
     ROWS_DTYPES,
@@ -98,8 +99,9 @@ class RowsHeader:
 
 def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     """Encode rows; those that the codec can't represent (NaN, infinity, too large) are stored
-    exactly, since a lost row is the worst error. Where the block's weight is these rows, in CPU
-    memory, parts of the chunk may be views of it.
+    exactly, since a lost row is the worst error. So are all rows where the codec takes so few bytes
+    that readers would refuse them, or more than the rows have. Where the block's weight is these
+    rows, in CPU memory, parts of the chunk may be views of it.
 
     Raises:
         UnsupportedTable: weight or optimizer state is of a dtype that can't be stored.
@@ -119,11 +121,15 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     if codec.lossy and not codec.chained and size >= n * row_bytes:
         codec = Exact()
         encoded = _encoded(block, codec)
-    sections = Sections(encoding.compress and may_be_compressed(block))
+    compress = encoding.compress and may_be_compressed(block)
+    sections = Sections(part_most(n, weight.shape[1]) if compress else 0)
     ids_encoding, ids_bytes = row_ids.encode(block.ids.cpu().numpy())
     sections.pieces.append(ids_bytes)  # compressed already
     weight_section = _add_weight(sections, block, encoded, codec)
     optimizer = tuple(_add_state(sections, block, name, encoding) for name in states)
+    stored = sum(memoryview(piece).nbytes for piece in sections.pieces)
+    if _decoded_bytes(block) > decoded_most(stored) and not (codec.verbatim or codec.chained):
+        return encode_rows(block, replace(encoding, codec=Exact()))
     entry = RowsEntry(
         table=block.table,
         table_rows=block.shape.rows,
@@ -202,9 +208,14 @@ def add_exact(sections: Sections, rows: int, data: bytes) -> ExactSection:
 
 def may_be_compressed(block: RowBlock) -> bool:
     """Return whether readers accept these rows compressed; see ``chunk.DECODED_BYTES``."""
+    return _decoded_bytes(block) <= DECODED_BYTES
+
+
+def _decoded_bytes(block: RowBlock) -> int:
+    """Return the bytes of rows in memory, with ids and optimizer state."""
     values = block.weight[0].numel() * block.weight.element_size()
     values += sum(state[0].numel() * state.element_size() for state in block.optimizer.values())
-    return len(block.ids) * (8 + values) <= DECODED_BYTES
+    return len(block.ids) * (8 + values)
 
 
 def rows_header(entry: RowsEntry) -> RowsHeader:
