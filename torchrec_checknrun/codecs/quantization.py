@@ -215,7 +215,8 @@ class Quantization:
     def _check_tables(self) -> None:
         """Refuse choices for patterns that are not ``Quantization`` objects without patterns."""
         if not isinstance(self.tables, Mapping) or not all(
-            isinstance(choice, Quantization) for choice in self.tables.values()
+            isinstance(pattern, str) and isinstance(choice, Quantization)
+            for pattern, choice in self.tables.items()
         ):
             raise ValueError(
                 'tables must map patterns to choices, as {"*user*": Quantization(bits=4)}, not '

@@ -6,8 +6,8 @@ codes, then scale and bias, in fp32 at 8 bits and in fp16 otherwise; the method 
 exactly FBGEMM's bytes. Where FBGEMM refuses a dim, zero codes fill the last 16-bit word. At 3 bits,
 which FBGEMM doesn't know, 8 codes take 3 bytes.
 
-Three silent faults of FBGEMM are fixed here. A row that is not finite, or beyond fp16's range, is
-an exception that the caller stores exactly. Rows so small that a fp16 scale loses bits are
+Three silent faults of FBGEMM are fixed here. A row that is not finite, or beyond fp16's range, or
+that its rounded scale would make infinite, is an exception that the caller stores exactly. Rows so small that a fp16 scale loses bits are
 multiplied by a power of two, the same for the whole block, before they are encoded (the few of an
 otherwise normal block are stored exactly). Too small is also a row of small values with a range
 below which rounding the scale (at 8 bits, FBGEMM's 1e-8) would change codes at every pass.
@@ -52,6 +52,7 @@ SAMPLE_ROWS = 256
 FLAT = 0.01
 """A gain below this part of the whole sweep's gain counts as flat."""
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOST_BINS = 1 << 20
 _FEW = 64
 """One row in so many may be stored exactly before the whole block is scaled for them."""
 
@@ -94,8 +95,8 @@ class Rowwise(Codec):
         names = [known.name.lower() for known in Method]
         if name not in names:
             raise ValueError(f"method must be one of {names}, not {method!r}")
-        if num_bins is not None and (type(num_bins) is not int or num_bins < 1):
-            raise ValueError(f"num_bins must be at least 1, not {num_bins!r}")
+        if num_bins is not None and (type(num_bins) is not int or not 1 <= num_bins <= _MOST_BINS):
+            raise ValueError(f"num_bins must be from 1 to {_MOST_BINS}, not {num_bins!r}")
         if ratio is not None and (type(ratio) not in (int, float) or not 0 <= ratio <= 1):
             raise ValueError(f"ratio must be between 0 and 1, not {ratio!r}")
         self.bits = bits
@@ -154,6 +155,8 @@ class Rowwise(Codec):
                 data.copy_(scaled)
                 refused = still_refused
                 parameters["exponent"] = exponent
+        if rows.dtype == torch.float16 or "exponent" in parameters:  # others are far from infinity
+            refused[_overflowing(data, self.bits, parameters, rows.dtype)] = Refusal.TOO_LARGE
         return Encoded(data, parameters, refused.nonzero().view(-1))
 
     def decode(
@@ -223,6 +226,16 @@ def decoding_factor(parameters: Parameters) -> float:
     if type(exponent) is not int or abs(exponent) > 126:
         raise ValueError(f"exponent must be an integer from -126 to 126, not {exponent!r}")
     return 2.0**-exponent
+
+
+def _overflowing(
+    data: torch.Tensor, bits: int, parameters: Parameters, dtype: torch.dtype
+) -> torch.Tensor:
+    """Find the rows, ``(n,)`` bool, whose lowest or highest code decodes to infinity."""
+    tail = data[:, -8 if bits == 8 else -4 :].clone(memory_format=torch.contiguous_format)
+    scale, bias = tail.view(torch.float32 if bits == 8 else torch.float16).double().unbind(1)
+    ends = torch.stack((bias, bias + scale * (2**bits - 1))).float() * decoding_factor(parameters)
+    return ~ends.to(dtype).isfinite().all(dim=0)
 
 
 def _exponent(rows: torch.Tensor, refused: torch.Tensor) -> int:

@@ -99,6 +99,11 @@ class PerRank:
                 f"PerRank: lost must be 'copy', a function of a state dict and a number of steps, "
                 f"or None, not {lost!r}"
             )
+        if merge is not None and not callable(merge):
+            raise ValueError(
+                "PerRank: merge must be a function of the list of all ranks' state dicts, or None, "
+                f"not {merge!r}"
+            )
         self.state = state
         self.merge = merge
         self.lost = lost

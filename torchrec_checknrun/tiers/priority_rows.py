@@ -202,8 +202,8 @@ def directory_of(head: str, run: str, step: int) -> str:
 
 def parse_directory(name: str) -> tuple[str, str, int]:
     """Return checkpoint, run and step of a directory's name; step -1 where it is no such name."""
-    of, _, rest = name.partition(".")
-    run, _, step = rest.partition(".step-")
+    rest, _, step = name.rpartition(".step-")
+    of, _, run = rest.rpartition(".")  # a user's own name of a checkpoint may have dots
     return of, run, int(step) if step.isdecimal() else -1
 
 
@@ -263,13 +263,12 @@ def apply_saves(
         try:
             if (folder / name).size(file) is None:
                 continue  # the rank had nothing to save then
-            chunks = list(read_own_chunks(folder / name, file))
+            # All of the file is verified before a row of it is used.
+            for entry, header, payload in [*read_own_chunks(folder / name, file)]:
+                if isinstance(entry, RowsEntry) and isinstance(header, RowsHeader):
+                    written += _apply(StoredRows(header, payload), shards)
         except (CheckNRunError, OSError) as error:
             logger.warning("a priority save can't be used, older rows stay: %s", error)
-            continue
-        for entry, header, payload in chunks:
-            if isinstance(entry, RowsEntry) and isinstance(header, RowsHeader):
-                written += _apply(StoredRows(header, payload), shards)
     return written
 
 

@@ -82,6 +82,8 @@ def test_methods_with_widths_of_their_own() -> None:
         ({"bits": "auto"}, "chosen from expected_restores: give it"),
         ({"bits": "auto", "expected_restores": -1}, "0 or more, not -1"),
         ({"bits": 4, "expected_restores": float("nan")}, "0 or more, not nan"),
+        ({"bits": 4, "expected_restores": True}, "0 or more, not True"),
+        ({"bits": 4, "tables": {7: Quantization()}}, "tables must map patterns to choices"),
         ({"bits": 4, "mean_bits": 4.0}, "parameter of the methods importance"),
         ({"offset": 4.0}, "parameter of method='importance'"),
         ({"method": "importance", "mean_bits": 4.0, "offset": 4.0}, "not both"),
