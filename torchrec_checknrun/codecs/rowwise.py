@@ -7,10 +7,11 @@ exactly FBGEMM's bytes. Where FBGEMM refuses a dim, zero codes fill the last 16-
 which FBGEMM doesn't know, 8 codes take 3 bytes.
 
 Three silent faults of FBGEMM are fixed here. A row that is not finite, or beyond fp16's range, or
-that its rounded scale would make infinite, is an exception that the caller stores exactly. Rows so small that a fp16 scale loses bits are
-multiplied by a power of two, the same for the whole block, before they are encoded (the few of an
-otherwise normal block are stored exactly). Too small is also a row of small values with a range
-below which rounding the scale (at 8 bits, FBGEMM's 1e-8) would change codes at every pass.
+that its rounded scale would make infinite, is an exception that the caller stores exactly. Rows so
+small that a fp16 scale loses bits are multiplied by a power of two, the same for the whole block,
+before they are encoded (the few of an otherwise normal block are stored exactly). Too small is also
+a row of small values with a range below which rounding the scale (at 8 bits, FBGEMM's 1e-8) would
+change codes at every pass.
 
 The greedy search's options, unless given, are chosen per block on a sample of rows (section 4.2.3):
 a sweep over few rows shows the mean error of all, and the search's time grows with both options, so
@@ -155,7 +156,8 @@ class Rowwise(Codec):
                 data.copy_(scaled)
                 refused = still_refused
                 parameters["exponent"] = exponent
-        if rows.dtype == torch.float16 or "exponent" in parameters:  # others are far from infinity
+        # All others are far from infinity, or have a scale of too many bits to get there.
+        if "exponent" in parameters or (rows.dtype == torch.float16 and self.bits < 8):
             refused[_overflowing(data, self.bits, parameters, rows.dtype)] = Refusal.TOO_LARGE
         return Encoded(data, parameters, refused.nonzero().view(-1))
 
@@ -231,11 +233,19 @@ def decoding_factor(parameters: Parameters) -> float:
 def _overflowing(
     data: torch.Tensor, bits: int, parameters: Parameters, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Find the rows, ``(n,)`` bool, whose lowest or highest code decodes to infinity."""
-    tail = data[:, -8 if bits == 8 else -4 :].clone(memory_format=torch.contiguous_format)
-    scale, bias = tail.view(torch.float32 if bits == 8 else torch.float16).double().unbind(1)
-    ends = torch.stack((bias, bias + scale * (2**bits - 1))).float() * decoding_factor(parameters)
-    return ~ends.to(dtype).isfinite().all(dim=0)
+    """Find the rows, sorted positions, whose lowest or highest code decodes to infinity."""
+    top, factor, width = 2**bits - 1, decoding_factor(parameters), 4 if bits == 8 else 2
+    codes = f"V{data.shape[1] - 2 * width}"
+    rows = data.numpy().view([("codes", codes), ("scale", f"<u{width}"), ("bias", f"<u{width}")])
+    tails = rows[:, 0]["scale"], rows[:, 0]["bias"]
+    sign = 1 << (8 * width - 1)
+    # Numbers of one sign are in the order of their bits, which are compared many times as fast.
+    scale, bias = (float((t & (sign - 1)).max().view(f"<f{width}")) for t in tails)
+    if (scale * top + bias) * factor < torch.finfo(dtype).max:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    scales, biases = (torch.from_numpy(t.copy().view(f"<f{width}")).double() for t in tails)
+    ends = torch.stack((biases, biases + scales * top)).float() * factor
+    return (~ends.to(dtype).isfinite().all(dim=0)).nonzero().view(-1)
 
 
 def _exponent(rows: torch.Tensor, refused: torch.Tensor) -> int:
