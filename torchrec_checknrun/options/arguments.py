@@ -99,7 +99,7 @@ class PerRank:
                 f"or None, not {lost!r}"
             )
         if merge is not None and not callable(merge):
-            raise ValueError(f"PerRank: merge must be a function of a list of states, not {merge!r}")
+            raise ValueError(f"PerRank: merge must be a function of a list of states, not {merge}")
         self.state = state
         self.merge = merge
         self.lost = lost

@@ -246,7 +246,7 @@ class Full(io.BytesIO):
 
 def test_a_full_temporary_folder_is_not_the_storage() -> None:
     (chunk,) = encode(Part((0, DIM), [0, 1, 2], 3), 3, 5)
-    with pytest.raises(StorageFailed, match="temporary file of this machine.*TMPDIR") as failed:
+    with pytest.raises(StorageFailed, match=r"temporary file of this machine.*TMPDIR") as failed:
         Spool(Full()).put(0, Piece.of(decoded(chunk), None))
     assert failed.value.errno == errno.ENOSPC
 

@@ -4,9 +4,10 @@ stand for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -29,12 +30,14 @@ from torchrec_checknrun.compaction.row_pieces import Piece, chunks_of
 from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.delta.lc.rows import rows_of
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.chunk import EncodedChunk
-from torchrec_checknrun.format.entries import RowsEntry
+from torchrec_checknrun.errors import CorruptCheckpoint, InvalidPlan
+from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
+from torchrec_checknrun.format.entries import BlockEntry, RowsEntry
+from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.format.row_chunk import encode_rows, rows_header
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
+from torchrec_checknrun.store.folder import Folder
 
 T = TypeVar("T")
 
@@ -47,8 +50,12 @@ class Nothing(Codec):
     lossy = True
     value_bits = 1
 
+    def __init__(self, parameters: Parameters | None = None, **options: object) -> None:
+        self._parameters = parameters or {}
+        self._options = options
+
     def spec(self) -> CodecSpec:
-        return {"name": self.name, "version": self.version}
+        return {"name": self.name, "version": self.version, **self._options}
 
     def encode(
         self,
@@ -58,7 +65,7 @@ class Nothing(Codec):
         out: torch.Tensor | None = None,
     ) -> Encoded:
         none = torch.empty(0, dtype=torch.int64)
-        return Encoded(torch.zeros(1, dtype=torch.uint8), {}, none)
+        return Encoded(torch.zeros(1, dtype=torch.uint8), self._parameters, none)
 
     def decode(
         self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, out: torch.Tensor
@@ -128,3 +135,49 @@ def test_what_no_encoder_writes_is_refused_still() -> None:
     assert isinstance(entry, RowsEntry)
     with pytest.raises(CorruptCheckpoint, match="can't stand for"):
         rows_header(replace(entry, count=10**7, last=10**7 - 1, table_rows=10**7))
+
+
+@dataclass
+class Job:
+    """A chunk to write."""
+
+    chunk: EncodedChunk
+    closed: bool = False
+
+    def encode(self) -> EncodedChunk:
+        return self.chunk
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def block_chunk(*path: str | int) -> EncodedChunk:
+    entry = BlockEntry(path=path, dtype="float32", size=(2,), part=((0, 2),), shard=((0, 2),))
+    return EncodedChunk(entry, [bytes(8)])
+
+
+def rows_chunk(**given: Any) -> EncodedChunk:
+    return encode_rows(block_of(torch.ones(4, 8)), TableEncoding(Nothing(**given)))
+
+
+REFUSED = {
+    "a long option": (lambda: rows_chunk(book="x" * 5000), "length <= 4096"),
+    "NaN": (lambda: rows_chunk(step=math.nan), "Expected `float`"),
+    "a list of numbers": (lambda: rows_chunk(parameters={"levels": [0.5, 1.5]}), "`object`, got"),
+    "NumPy's numbers": (lambda: rows_chunk(parameters={"step": np.float32(1)}), "numpy.float32"),
+    "a key below zero": (lambda: block_chunk("state", -1), "Expected `int` >= 0"),
+    "a key that is no Unicode": (lambda: block_chunk("\ud800"), "surrogates not allowed"),
+    "a deep path": (lambda: block_chunk(*["a"] * 101), "a path of 101 keys"),
+    "a long name": (lambda: state_chunk("x" * 5000, None, {"v": 1}, []), "length <= 4096"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_readers_would_refuse_is_not_committed(name: str, memory_root: Folder) -> None:
+    make, message = REFUSED[name]
+    folder, job = memory_root / "seq-000001_step-00000001_00000000", Job(make())
+    folder.create()
+    with pytest.raises(InvalidPlan, match=f"no reader would take a chunk of .*{message}"):
+        write_rank_file(folder, 0, iter([job]))
+    assert job.closed
+    assert not folder.names()

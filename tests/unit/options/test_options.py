@@ -39,5 +39,5 @@ def test_patterns_of_buffers_are_text(patterns: object, tmp_path: Path) -> None:
 
 def test_paths_are_compared(tmp_path: Path) -> None:
     ranks = [described(tmp_path / "run", publish=Publish(tmp_path / name)) for name in "ab"]
-    with pytest.raises(ValueError, match="publish differs between the ranks: .*/a.* on rank 0"):
+    with pytest.raises(ValueError, match=r"publish differs between the ranks: .*/a.* on rank 0"):
         require_agreement(ranks)

@@ -35,7 +35,7 @@ def test_a_rule_is_copy_or_a_function() -> None:
 
 
 def test_states_are_merged_by_a_function() -> None:
-    with pytest.raises(ValueError, match="merge must be a function of a list of states, not 'sum'"):
+    with pytest.raises(ValueError, match="merge must be a function of a list of states, not sum"):
         PerRank(make_job(), merge="sum")  # type: ignore[arg-type]  # mypy sees it, too
 
 
