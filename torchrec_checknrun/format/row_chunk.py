@@ -24,7 +24,7 @@ from torchrec_checknrun.codecs import (
     row_state,
 )
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
+from torchrec_checknrun.errors import CorruptCheckpoint, InvalidPlan, UnsupportedTable
 from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.checks import Options
 from torchrec_checknrun.format.chunk import (
@@ -52,6 +52,7 @@ from torchrec_checknrun.format.row_values import EncodedRows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
+_MOST_TOLD = 10
 _ERROR_SAMPLE_ROWS = 1024
 """The most rows of a chunk on which the error is measured."""
 
@@ -105,6 +106,7 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
 
     Raises:
         UnsupportedTable: weight or optimizer state is of a dtype that can't be stored.
+        InvalidPlan: the codec returned what no reader would take.
     """
     weight, states = block.weight, block.optimizer
     for tensor in (weight, *states.values()):
@@ -154,7 +156,19 @@ def _encoded(block: RowBlock, codec: Codec) -> Encoded:
     if codec.verbatim and block.positions is None and weight.is_cpu and weight.is_contiguous():
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         return Encoded(weight.detach().view(-1).view(torch.uint8), {}, none)
-    return codec.encode(weight, block.positions, RowContext(block.optimizer, block.ids))
+    encoded = codec.encode(weight, block.positions, RowContext(block.optimizer, block.ids))
+    data, exceptions = encoded.data, encoded.exceptions
+    sound = data.dtype == torch.uint8 and data.is_cpu and exceptions.dtype == torch.int64
+    if len(exceptions):
+        sound &= int(exceptions[0]) >= 0 and int(exceptions[-1]) < len(block.ids)
+        sound &= bool((exceptions[1:] > exceptions[:-1]).all())
+    if not sound:  # of a user's own codec: a restore would refuse the chunk, or read other values
+        raise InvalidPlan(
+            f"{block.table}: codec {codec.name!r} must return data as uint8 on the CPU, and "
+            f"exceptions as sorted int64 positions of {len(block.ids)} rows, not {data.dtype} and "
+            f"{exceptions.dtype} {exceptions.tolist()[:_MOST_TOLD]}"
+        )
+    return encoded
 
 
 def _add_weight(

@@ -50,8 +50,17 @@ class Nothing(Codec):
     lossy = True
     value_bits = 1
 
-    def __init__(self, parameters: Parameters | None = None, **options: object) -> None:
+    def __init__(
+        self,
+        parameters: Parameters | None = None,
+        data: torch.Tensor | None = None,
+        exceptions: torch.Tensor | None = None,
+        **options: object,
+    ) -> None:
         self._parameters = parameters or {}
+        self._data = torch.zeros(1, dtype=torch.uint8) if data is None else data
+        none = torch.empty(0, dtype=torch.int64)
+        self._exceptions = none if exceptions is None else exceptions
         self._options = options
 
     def spec(self) -> CodecSpec:
@@ -64,8 +73,7 @@ class Nothing(Codec):
         context: RowContext = NO_CONTEXT,
         out: torch.Tensor | None = None,
     ) -> Encoded:
-        none = torch.empty(0, dtype=torch.int64)
-        return Encoded(torch.zeros(1, dtype=torch.uint8), self._parameters, none)
+        return Encoded(self._data, self._parameters, self._exceptions)
 
     def decode(
         self, data: torch.Tensor, parameters: Parameters, rows: int, start: int, out: torch.Tensor
@@ -158,6 +166,23 @@ def block_chunk(*path: str | int) -> EncodedChunk:
 
 def rows_chunk(**given: Any) -> EncodedChunk:
     return encode_rows(block_of(torch.ones(4, 8)), TableEncoding(Nothing(**given)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"data": torch.ones(4, 8, dtype=torch.int8)},  # would be read as uint8
+        {"exceptions": torch.tensor([2, 1])},
+        {"exceptions": torch.tensor([1, 1])},
+        {"exceptions": torch.tensor([-1, 1])},
+        {"exceptions": torch.tensor([4])},
+        {"exceptions": torch.tensor([1], dtype=torch.int32)},
+        {"exceptions": torch.tensor([False, True, False, False])},
+    ],
+)
+def test_what_a_codec_returns_is_checked(given: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(InvalidPlan, match="must return data as uint8 on the CPU, and exceptions"):
+        rows_chunk(**given)
 
 
 REFUSED = {
