@@ -170,7 +170,7 @@ def _joined(pieces: Sequence[Piece]) -> EncodedChunk:
             _join_states([piece.states[name] for piece in pieces], places)
             for name in pieces[0].states
         ]
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+    except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError) as error:
         raise CorruptCheckpoint(f"rows of {table} can't be joined: {error}") from error
     compress = any(piece.compressed for piece in pieces)
     small = len(ids) * pieces[0].decoded_row <= DECODED_BYTES

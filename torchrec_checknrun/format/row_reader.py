@@ -215,7 +215,7 @@ class StoredRows:
         """Turn errors of what decodes the chunk into ``CorruptCheckpoint``."""
         try:
             yield
-        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError) as error:
             raise CorruptCheckpoint(
                 f"a chunk of {self.header.count} rows of {self.header.table} can't be decoded: "
                 f"{error}"

@@ -23,6 +23,7 @@ from torchrec_checknrun.codecs import (
     LcCheckpoint,
     Parameters,
     RowContext,
+    codec_from_spec,
     register,
 )
 from torchrec_checknrun.codecs.quantization import TableEncoding
@@ -30,7 +31,7 @@ from torchrec_checknrun.compaction.row_pieces import Piece, chunks_of
 from torchrec_checknrun.delta.lc.references import ValueReferences
 from torchrec_checknrun.delta.lc.rows import rows_of
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.errors import CorruptCheckpoint, InvalidPlan
+from torchrec_checknrun.errors import CorruptCheckpoint, InvalidPlan, UnsupportedFormat
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
 from torchrec_checknrun.format.entries import BlockEntry, RowsEntry
 from torchrec_checknrun.format.rank_file import write_rank_file
@@ -206,3 +207,37 @@ def test_what_readers_would_refuse_is_not_committed(name: str, memory_root: Fold
         write_rank_file(folder, 0, iter([job]))
     assert job.closed
     assert not folder.names()
+
+
+@register
+class Strict(Nothing):
+    """A user's codec that takes each option and parameter for granted."""
+
+    name = "test_written_is_read_strict"
+
+    @classmethod
+    def from_spec(cls, spec: CodecSpec) -> Codec:
+        return cls(size=1 // spec["size"])  # type: ignore[operator]  # as users do
+
+    def decode(
+        self, data: torch.Tensor, parameters: Any, rows: int, start: int, out: torch.Tensor
+    ) -> None:
+        out.fill_(1 / parameters["step"])
+
+
+@pytest.mark.parametrize("options", [{}, {"size": 0}])
+def test_a_codec_that_takes_its_options_for_granted(options: dict[str, object]) -> None:
+    spec = {"name": Strict.name, "version": 1, **options}
+    with pytest.raises(UnsupportedFormat, match=Strict.name):
+        codec_from_spec(spec)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"step": 0}])
+def test_a_codec_that_takes_its_parameters_for_granted(parameters: Parameters) -> None:
+    codec = Strict({"step": 1.0}, size=1)
+    chunk = encode_rows(block_of(torch.ones(4, 8)), TableEncoding(codec))
+    assert isinstance(chunk.entry, RowsEntry)
+    weight = replace(chunk.entry.weight, parameters=parameters)
+    chunk.entry = replace(chunk.entry, weight=weight)
+    with pytest.raises(CorruptCheckpoint, match="can't be decoded"):
+        read(chunk).rows()
