@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -196,6 +197,30 @@ def test_a_table_has_the_first_choice_whose_pattern_it_matches() -> None:
     for unmatched in ("ebc.embedding_bags.c", "EBC.embedding_bags.user", "other.user_10", "item"):
         encoding = quantization.for_table(unmatched, BIG)
         assert (encoding.codec.value_bits, encoding.compress) == (4, False)
+
+
+def test_the_first_of_names_and_patterns_counts() -> None:
+    two, three, four = (Quantization(bits=bits) for bits in (2, 3, 4))
+    for tables, bits in (
+        ({"a.b": two, "a.*": three}, 2),
+        ({"a.*": three, "a.b": two}, 3),
+        ({"a.c": four, "?.b": three, "a.b": two}, 3),
+        ({"a.c": four, "a.b": two, "*": three}, 2),
+        ({"a[.]b": four, "a.b": two}, 4),
+        ({"A.b": four, "a.B": four}, 8),
+    ):
+        chosen = Quantization(bits=8, tables=tables).for_table("a.b", 10**6)
+        assert chosen.codec.value_bits == bits, tables
+
+
+def test_choices_for_many_tables_take_no_time() -> None:
+    """Where no table's references have room, each table gets a choice of its own."""
+    names = [f"sparse.ebc.embedding_bags.table_{i}" for i in range(4000)]
+    quantization = Quantization(method="delta").without_links(names)
+    began = time.perf_counter()
+    codecs = {quantization.for_table(name, 10**6).codec.name for name in names}
+    assert codecs == {"fisher"}
+    assert time.perf_counter() - began < 1  # a pair of tables takes 0.4 µs: 6 s
 
 
 def test_a_pattern_counts_for_small_tables_too() -> None:
