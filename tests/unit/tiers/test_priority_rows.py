@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,3 +108,25 @@ def test_rows_that_cannot_be_decoded_stay_older(
     write_rank_file(folder, 0, iter([encoded]))
     assert apply_saves(root, "head", run, 5, 0, [shard]) == 0
     assert "a priority save can't be used, older rows stay" in caplog.text
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_store_that_hangs_keeps_no_process(
+    over: bool, tracked: TrackedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter waits for threads that are no daemons, however long they take."""
+    root, hangs = Folder(tmp_path, timeout_seconds=0.5), threading.Event()
+    saves = PriorityRows(PrioritySaves(every_steps=1, fraction=1.0), root, 0, tracked)
+    monkeypatch.setattr(priority_rows, "write_rank_file", lambda *_: hangs.wait(60))
+    saves.step(0, "head", "run")
+    only(tracked, TALL).marks.mark(torch.tensor([1]))
+    try:
+        saves.step(1, "head", "run")
+        began = time.monotonic()
+        saves.close(over)
+        assert time.monotonic() - began < 10
+        own = [t for t in threading.enumerate() if t.name.startswith("checknrun-priority")]
+        assert own
+        assert all(thread.daemon for thread in own)
+    finally:
+        hangs.set()
