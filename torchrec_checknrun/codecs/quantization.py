@@ -358,8 +358,8 @@ class Quantization:
 
     @cached_property
     def _patterns(self) -> tuple[_Names, list[tuple[int, str, Quantization]]]:
-        """Split the patterns, numbered, into mere names and others: ``without_links`` may add as
-        many names as a model has tables, each of which would be compared with each.
+        """Return the patterns that are mere names, and the others, numbered: ``without_links`` may
+        add as many names as a model has tables, each of which would be compared with each.
         """
         numbered = [(i, p, q) for i, (p, q) in enumerate(self.tables.items())]
         names = {p: (i, q) for i, p, q in numbered if not has_magic(p)}

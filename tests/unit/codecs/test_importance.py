@@ -304,7 +304,7 @@ def test_damaged_data_is_refused() -> None:
 
 
 def test_no_row_is_left_as_it_was() -> None:
-    """Of a writer that counts only the rows of known widths, or fewer rows than it claims."""
+    """Refuse what a faulty writer makes, which counts only the rows of known widths, or fewer."""
     none: Parameters = {"groups": [{"rows": 0}] * 3}
     for data, rows in ((torch.tensor([0b11], dtype=torch.uint8), 1), (torch.empty(0).byte(), 5)):
         with pytest.raises(ValueError, match="group of each"):

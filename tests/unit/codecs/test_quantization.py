@@ -214,7 +214,7 @@ def test_the_first_of_names_and_patterns_counts() -> None:
 
 
 def test_choices_for_many_tables_take_no_time() -> None:
-    """Where no table's references have room, each table gets a choice of its own."""
+    """Give each table a choice of its own, as where no table's references have room."""
     names = [f"sparse.ebc.embedding_bags.table_{i}" for i in range(4000)]
     quantization = Quantization(method="delta").without_links(names)
     began = time.perf_counter()

@@ -76,7 +76,7 @@ def ids_in(folder: Folder) -> list[int]:
 
 @pytest.mark.parametrize("head", ["seq-000001_step-00000010_00000001", "v1.0", "a.step-7.b"])
 def test_a_directorys_name_is_told_apart(head: str) -> None:
-    """Of a checkpoint of a user's naming as well: its saves would be deleted at once."""
+    """Try a user's own names of checkpoints as well: their saves would be deleted at once."""
     run = "0123456789abcdef" * 2
     name = priority_rows.directory_of(head, run, 12)
     assert priority_rows.parse_directory(name) == (head, run[:16], 12)
@@ -94,7 +94,7 @@ def test_an_index_that_is_none(index: bytes, tmp_path: Path) -> None:
 def test_rows_that_cannot_be_decoded_stay_older(
     tracked: TrackedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a faulty writer: a recovery goes on."""
+    """Go on with a recovery in which a faulty writer has taken part."""
     root, run = Folder(tmp_path), "run"
     shard = only(tracked, TALL)
     (chunk,) = priority_rows._chunks(shard.local, torch.tensor([1, 2]))
@@ -114,7 +114,7 @@ def test_rows_that_cannot_be_decoded_stay_older(
 def test_a_store_that_hangs_keeps_no_process(
     over: bool, tracked: TrackedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter waits for threads that are no daemons, however long they take."""
+    """Use daemons: the interpreter waits for all other threads, however long they take."""
     root, hangs = Folder(tmp_path, timeout_seconds=0.5), threading.Event()
     saves = PriorityRows(PrioritySaves(every_steps=1, fraction=1.0), root, 0, tracked)
     monkeypatch.setattr(priority_rows, "write_rank_file", lambda *_: hangs.wait(60))
