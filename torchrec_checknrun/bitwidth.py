@@ -23,7 +23,8 @@ def width_for(restores: float) -> int:
     Raises:
         ValueError: ``restores`` is negative or not a number.
     """
-    if not (isinstance(restores, (int, float)) and restores >= 0):
+    is_number = isinstance(restores, (int, float)) and not isinstance(restores, bool)
+    if not is_number or not restores >= 0:  # not NaN, either
         raise ValueError(f"expected restores must be 0 or more, not {restores!r}")
     return next((bits for limit, bits in _BITS_BY_RESTORES if restores <= limit), MOST)
 

@@ -131,7 +131,7 @@ def codec_from_spec(spec: CodecSpec) -> Codec:
         )
     try:
         return kind.from_spec(spec)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise UnsupportedFormat(f"codec {name!r}: {error}") from error
 
 

@@ -117,7 +117,9 @@ class Codec(ABC):
     Such rows are never encoded in the stall.
     """
     at_once: ClassVar[bool] = False
-    """True if decoding a part of a block costs as much as the whole: callers decode once."""
+    """True if decoding a part of a block costs as much as the whole: callers decode once, and make
+    small blocks, of which a few bytes may stand for any number of rows.
+    """
     chained: ClassVar[bool] = False
     """True if rows may be differences to earlier versions: then all chunks of a table are this
     codec's, and a restore reads them in the chain's order.

@@ -10,7 +10,6 @@ checkpoint before restores.
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
@@ -166,7 +165,7 @@ class Fisher(Codec):
 
     def family(self, parameters: Parameters, dim: int) -> Hashable | None:
         """Join rows that stand alone, whatever their steps are: each has its own exponent."""
-        return None if self.needs_base(parameters) else json.dumps(self.spec(), sort_keys=True)
+        return None if self.needs_base(parameters) else self.name
 
     def join(
         self,

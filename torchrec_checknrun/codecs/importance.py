@@ -322,7 +322,10 @@ def _pack_kinds(kinds: torch.Tensor) -> torch.Tensor:
 def _unpack_kinds(data: torch.Tensor, rows: int) -> torch.Tensor:
     packed = data[: -(-rows // 4)]
     four = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=1)
-    return four.view(-1)[:rows]
+    kinds = four.view(-1)[:rows]
+    if len(kinds) != rows or bool((kinds >= len(ROW_WIDTHS)).any()):
+        raise ValueError(f"{data.numel()} bytes don't name the group of each of {rows} rows")
+    return kinds
 
 
 @functools.cache

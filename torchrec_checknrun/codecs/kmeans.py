@@ -28,6 +28,8 @@ from torchrec_checknrun.codecs.base import (
 from torchrec_checknrun.codecs.plain import lost_rows
 
 _FP16_MAX = 65504.0
+_INFINITE_HALF = 65520.0
+"""The least number that fp16 rounds to infinity."""
 _FP16_STEP = 2.0**-10
 """Relative distance of an fp16 number to the next one."""
 _TOP_EXPONENT = 13
@@ -59,8 +61,9 @@ class KMeans(Codec):
     All rows are multiplied by one power of two (``exponent``), so that fp16 holds tiny rows as well
     as large ones. Codes are packed densely, low bits first, each row to whole bytes.
 
-    Exceptions: rows with a NaN, an infinity or an element above 65504 in magnitude, and rows so
-    small beside the largest one (about 2**-27) that fp16 would lose 2**-10 of their norm.
+    Exceptions: rows with a NaN, an infinity or an element above 65504 in magnitude, rows of fp16
+    that a block's codebook would make infinite, and rows so small beside the largest one (about
+    2**-27) that fp16 would lose 2**-10 of their norm.
 
     Args:
         bits: width of a code: 2, 3, 4 or 8.
@@ -119,6 +122,9 @@ class KMeans(Codec):
             else:
                 codebook, heads, codes = _encode_block(scaled, levels)
                 codebooks[part] = codebook
+                if rows.dtype == torch.float16:
+                    ends = heads[:, 1:].astype(float) + heads[:, :1].astype(float) * (0.0, 1.0)
+                    sound &= np.abs(np.ldexp(ends, -exponent)).max(axis=1) < _INFINITE_HALF
             coded[start:stop, :head] = heads.view(np.uint8)
             coded[start:stop, head:] = _pack(codes, self.bits)
             exceptions.append(torch.from_numpy(np.flatnonzero(~sound) + start))

@@ -85,9 +85,9 @@ class Narrow(Codec):
 
     An element's error is at most half a unit in its last place: relative 2**-11 for fp16, 2**-8 for
     bf16. Rows that would exceed this are exceptions: rows with a NaN, an infinity, an element out
-    of range (fp16: above 65504), or elements so small that the row would lose more than 2**-10
-    (bf16: 2**-7) of its l2 norm (fp16: elements around 6e-5 and below). Rows that have ``dtype``
-    already are kept bit for bit, without exceptions.
+    of range (fp16: above 65504; bf16 of a table of fp16: above 65407), or elements so small that
+    the row would lose more than 2**-10 (bf16: 2**-7) of its l2 norm (fp16: elements around 6e-5 and
+    below). Rows that have ``dtype`` already are kept bit for bit, without exceptions.
     """
 
     name: ClassVar[str]
@@ -177,7 +177,8 @@ def lost_rows(rows: torch.Tensor, narrowed: torch.Tensor) -> torch.Tensor:
     # is negligible.
     norm = torch.linalg.vector_norm(rows, dim=1).double()
     safe = math.sqrt(rows.shape[1]) * form.smallest_normal
-    doubtful = torch.nonzero(~((norm >= safe) & (norm <= form.max))).view(-1)
+    most = min(form.max, torch.finfo(rows.dtype).max * (1 - form.eps))  # rounded up, still finite
+    doubtful = torch.nonzero(~((norm >= safe) & (norm <= most))).view(-1)
     if len(doubtful) == 0:
         return doubtful
     # Relative to the largest element, as squares of very small or large elements leave the range.
@@ -186,4 +187,5 @@ def lost_rows(rows: torch.Tensor, narrowed: torch.Tensor) -> torch.Tensor:
     unit = torch.where(largest > 0, largest, 1.0)
     error = ((narrowed[doubtful].double() - exact) / unit).norm(dim=1)
     held = (error <= form.eps * (exact / unit).norm(dim=1)) & (largest.view(-1) <= form.max)
+    held &= narrowed[doubtful].to(rows.dtype).isfinite().all(dim=1)
     return doubtful[~held]

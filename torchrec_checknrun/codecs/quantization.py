@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from glob import escape
+from glob import escape, has_magic
 from typing import Literal
 
 import torch
@@ -54,6 +54,7 @@ each of their rows is looked up often.
 """
 OPTIMIZERS = (*STATE_SCHEMES, LOGDELTA)
 """Ways to store optimizer state."""
+_Names = dict[str, tuple[int, "Quantization"]]
 _SPEC_TYPES = (str, int, float, bool, type(None))
 
 
@@ -215,7 +216,8 @@ class Quantization:
     def _check_tables(self) -> None:
         """Refuse choices for patterns that are not ``Quantization`` objects without patterns."""
         if not isinstance(self.tables, Mapping) or not all(
-            isinstance(choice, Quantization) for choice in self.tables.values()
+            isinstance(pattern, str) and isinstance(choice, Quantization)
+            for pattern, choice in self.tables.items()
         ):
             raise ValueError(
                 'tables must map patterns to choices, as {"*user*": Quantization(bits=4)}, not '
@@ -305,12 +307,10 @@ class Quantization:
 
     def for_table(self, table: str, rows: int) -> TableEncoding:
         """Return the encoding of a table, given its name and number of rows."""
-        for pattern, choice in self.tables.items():
-            if fnmatchcase(table, pattern):
-                return choice._encoding
-        if rows < self.exact_below_rows:
-            return self._exactly
-        return self._encoding
+        choice = self._choice(table)
+        if choice is not None:
+            return choice._encoding
+        return self._exactly if rows < self.exact_below_rows else self._encoding
 
     @property
     def codecs(self) -> list[Codec]:
@@ -323,13 +323,10 @@ class Quantization:
         return next((q.method for q in (self, *self.tables.values()) if q.method in ALONE), None)
 
     def without_links(self, tables: Iterable[str]) -> Quantization:
-        """Return the choice with each row by itself for some tables that have links; see
-        ``ALONE``.
-        """
+        """Return the choice with each row by itself for some tables that have links; see ALONE."""
         alone = {}
         for table in tables:
-            found = (q for pattern, q in self.tables.items() if fnmatchcase(table, pattern))
-            choice = next(found, self)
+            choice = self._choice(table) or self
             scheme = choice._encoding.state_scheme
             method = ALONE[choice.method]
             alone[escape(table)] = replace(choice, method=method, optimizer=scheme, tables={})
@@ -341,9 +338,7 @@ class Quantization:
 
     @property
     def width(self) -> int | None:
-        """Return the bits of tables without a choice of their own; None if not one number, or
-        ``"auto"``.
-        """
+        """Return the bits of tables without a choice; None if not one number, or ``"auto"``."""
         return self.bits if isinstance(self.bits, int) else None
 
     @property
@@ -353,6 +348,22 @@ class Quantization:
         if self.codec is not None:
             return self.codec.lossy and self.codec.value_bits < MOST
         return self.method == "importance" or self.width is not None
+
+    def _choice(self, table: str) -> Quantization | None:
+        """Return the choice of the first pattern that a table matches."""
+        names, patterns = self._patterns
+        at, own = names.get(table, (len(self.tables), None))
+        found = (q for i, p, q in patterns if i < at and fnmatchcase(table, p))
+        return next(found, own)
+
+    @cached_property
+    def _patterns(self) -> tuple[_Names, list[tuple[int, str, Quantization]]]:
+        """Return the patterns that are mere names, and the others, numbered: ``without_links`` may
+        add as many names as a model has tables, each of which would be compared with each.
+        """
+        numbered = [(i, p, q) for i, (p, q) in enumerate(self.tables.items())]
+        names = {p: (i, q) for i, p, q in numbered if not has_magic(p)}
+        return names, [each for each in numbered if each[1] not in names]
 
     @cached_property
     def _encoding(self) -> TableEncoding:

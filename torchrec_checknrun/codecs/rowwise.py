@@ -6,11 +6,12 @@ codes, then scale and bias, in fp32 at 8 bits and in fp16 otherwise; the method 
 exactly FBGEMM's bytes. Where FBGEMM refuses a dim, zero codes fill the last 16-bit word. At 3 bits,
 which FBGEMM doesn't know, 8 codes take 3 bytes.
 
-Three silent faults of FBGEMM are fixed here. A row that is not finite, or beyond fp16's range, is
-an exception that the caller stores exactly. Rows so small that a fp16 scale loses bits are
-multiplied by a power of two, the same for the whole block, before they are encoded (the few of an
-otherwise normal block are stored exactly). Too small is also a row of small values with a range
-below which rounding the scale (at 8 bits, FBGEMM's 1e-8) would change codes at every pass.
+Three silent faults of FBGEMM are fixed here. A row that is not finite, or beyond fp16's range, or
+that its rounded scale would make infinite, is an exception that the caller stores exactly. Rows so
+small that a fp16 scale loses bits are multiplied by a power of two, the same for the whole block,
+before they are encoded (the few of an otherwise normal block are stored exactly). Too small is also
+a row of small values with a range below which rounding the scale (at 8 bits, FBGEMM's 1e-8) would
+change codes at every pass.
 
 The greedy search's options, unless given, are chosen per block on a sample of rows (section 4.2.3):
 a sweep over few rows shows the mean error of all, and the search's time grows with both options, so
@@ -52,6 +53,7 @@ SAMPLE_ROWS = 256
 FLAT = 0.01
 """A gain below this part of the whole sweep's gain counts as flat."""
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOST_BINS = 1 << 20
 _FEW = 64
 """One row in so many may be stored exactly before the whole block is scaled for them."""
 
@@ -94,8 +96,8 @@ class Rowwise(Codec):
         names = [known.name.lower() for known in Method]
         if name not in names:
             raise ValueError(f"method must be one of {names}, not {method!r}")
-        if num_bins is not None and (type(num_bins) is not int or num_bins < 1):
-            raise ValueError(f"num_bins must be at least 1, not {num_bins!r}")
+        if num_bins is not None and (type(num_bins) is not int or not 1 <= num_bins <= _MOST_BINS):
+            raise ValueError(f"num_bins must be from 1 to {_MOST_BINS}, not {num_bins!r}")
         if ratio is not None and (type(ratio) not in (int, float) or not 0 <= ratio <= 1):
             raise ValueError(f"ratio must be between 0 and 1, not {ratio!r}")
         self.bits = bits
@@ -154,6 +156,9 @@ class Rowwise(Codec):
                 data.copy_(scaled)
                 refused = still_refused
                 parameters["exponent"] = exponent
+        # All others are far from infinity, or have a scale of too many bits to get there.
+        if "exponent" in parameters or (rows.dtype == torch.float16 and self.bits < 8):
+            refused[_overflowing(data, self.bits, parameters, rows.dtype)] = Refusal.TOO_LARGE
         return Encoded(data, parameters, refused.nonzero().view(-1))
 
     def decode(
@@ -223,6 +228,24 @@ def decoding_factor(parameters: Parameters) -> float:
     if type(exponent) is not int or abs(exponent) > 126:
         raise ValueError(f"exponent must be an integer from -126 to 126, not {exponent!r}")
     return 2.0**-exponent
+
+
+def _overflowing(
+    data: torch.Tensor, bits: int, parameters: Parameters, dtype: torch.dtype
+) -> torch.Tensor:
+    """Find the rows, sorted positions, whose lowest or highest code decodes to infinity."""
+    top, factor, width = 2**bits - 1, decoding_factor(parameters), 4 if bits == 8 else 2
+    codes = f"V{data.shape[1] - 2 * width}"
+    rows = data.numpy().view([("codes", codes), ("scale", f"<u{width}"), ("bias", f"<u{width}")])
+    tails = rows[:, 0]["scale"], rows[:, 0]["bias"]
+    sign = 1 << (8 * width - 1)
+    # Numbers of one sign are in the order of their bits, which are compared many times as fast.
+    scale, bias = (float((t & (sign - 1)).max().view(f"<f{width}")) for t in tails)
+    if (scale * top + bias) * factor < torch.finfo(dtype).max:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    scales, biases = (torch.from_numpy(t.copy().view(f"<f{width}")).double() for t in tails)
+    ends = torch.stack((biases, biases + scales * top)).float() * factor
+    return (~ends.to(dtype).isfinite().all(dim=0)).nonzero().view(-1)
 
 
 def _exponent(rows: torch.Tensor, refused: torch.Tensor) -> int:

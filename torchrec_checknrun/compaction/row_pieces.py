@@ -22,7 +22,7 @@ from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.checks import Options
-from torchrec_checknrun.format.chunk import DECODED_BYTES, EncodedChunk, Sections
+from torchrec_checknrun.format.chunk import DECODED_BYTES, EncodedChunk, Sections, part_most
 from torchrec_checknrun.format.entries import (
     ExactSection,
     GroupedOptions,
@@ -170,11 +170,11 @@ def _joined(pieces: Sequence[Piece]) -> EncodedChunk:
             _join_states([piece.states[name] for piece in pieces], places)
             for name in pieces[0].states
         ]
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+    except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError) as error:
         raise CorruptCheckpoint(f"rows of {table} can't be joined: {error}") from error
     compress = any(piece.compressed for piece in pieces)
     small = len(ids) * pieces[0].decoded_row <= DECODED_BYTES
-    sections = Sections(compress and small)
+    sections = Sections(part_most(len(ids), weight.cols) if compress and small else 0)
     ids_encoding, ids_bytes = row_ids.encode(ids)
     sections.pieces.append(ids_bytes)
     most = max(pieces, key=lambda piece: len(piece.ids)).entry

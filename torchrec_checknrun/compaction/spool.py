@@ -7,6 +7,7 @@ beyond it in a temporary file on this machine (in ``$TMPDIR``).
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.compaction.row_pieces import Piece
+from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 SPOOL_BYTES = 64 << 20
@@ -62,12 +64,17 @@ class Spool:
             yield cls(file)
 
     def put(self, number: int, piece: Piece) -> None:
-        """Add a piece to a range."""
+        """Add a piece to a range.
+
+        Raises:
+            StorageFailed: the temporary file can't be made or written.
+        """
         parts = _parts(piece)
         kept = _Kept(_emptied(piece), self._end, tuple(part.nbytes for part in parts))
-        self._file.seek(self._end)
-        for part in parts:
-            self._file.write(part)
+        with _telling():
+            self._file.seek(self._end)
+            for part in parts:
+                self._file.write(part)
         self._end += sum(kept.lengths)
         self._kept.setdefault(number, []).append(kept)
 
@@ -76,9 +83,23 @@ class Spool:
         return [self._read(kept) for kept in self._kept.pop(number, ())]
 
     def _read(self, kept: _Kept) -> Piece:
-        self._file.seek(kept.offset)
-        parts = [bytearray(self._file.read(length)) for length in kept.lengths]
+        with _telling():
+            self._file.seek(kept.offset)
+            parts = [bytearray(self._file.read(length)) for length in kept.lengths]
         return _filled(kept.empty, parts)
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """Tell errors of the temporary file from those of the storage, of which users think first."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(
+            error.errno or errno.EIO,
+            f"rows that wait for their chunk go to a temporary file of this machine: {error}: free "
+            "some space, or name another folder by TMPDIR in the environment",
+        ) from error
 
 
 def _parts(piece: Piece) -> list[memoryview]:

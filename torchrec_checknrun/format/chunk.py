@@ -114,21 +114,28 @@ def decoded_most(stored: int) -> int:
     return max(DECODED_BYTES, _EXPANSION * stored)
 
 
+def part_most(rows: int, cols: int) -> int:
+    """Return the most bytes that a part of a chunk of so many rows may decompress to."""
+    return min(rows * (8 * cols + 64), DECODED_BYTES)
+
+
 class Sections:
     """A payload under construction.
 
     Args:
-        compress: try zstd on each part.
+        most: the largest part to try zstd on, in bytes: readers refuse larger ones, see
+            ``part_most``. 0: none is tried.
     """
 
-    def __init__(self, compress: bool) -> None:
+    def __init__(self, most: int) -> None:
         self.pieces: list[bytes | memoryview] = []
-        self._compressor = zstandard.ZstdCompressor(level=_LEVEL) if compress else None
+        self._most = most
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL) if most else None
 
     def add(self, data: bytes | memoryview) -> Section:
         """Append a part; return its sizes for the index entry."""
         size = memoryview(data).nbytes
-        if self._compressor is not None:
+        if self._compressor is not None and size <= self._most:
             smaller = self._compressor.compress(data)
             if len(smaller) < size:
                 self.pieces.append(smaller)
@@ -143,7 +150,7 @@ def open_sections(
     """Yield a payload's parts, each decompressed when the iterator reaches it.
 
     Args:
-        most: the largest possible size of a part, in bytes.
+        most: the largest possible size of a decompressed part, see ``part_most``.
 
     Raises:
         ValueError: payload and sections don't match.
@@ -158,7 +165,7 @@ def open_sections(
         if isinstance(section, IdsSection) or section.raw is UNSET:
             yield part
         else:
-            yield memoryview(decompress(part, section.raw, section.raw, min(most, DECODED_BYTES)))
+            yield memoryview(decompress(part, section.raw, section.raw, most))
 
 
 def decompress(part: bytes | memoryview, least: int, most: int, limit: int) -> bytes:

@@ -12,17 +12,14 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as shown
 from typing import Any, Protocol
 
 import xxhash
 from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
-from torchrec_checknrun.errors import (
-    CorruptCheckpoint,
-    InvalidPlan,
-    UnsupportedFormat,
-)
+from torchrec_checknrun.errors import CorruptCheckpoint, InvalidPlan, UnsupportedFormat
 from torchrec_checknrun.format.checks import (
     INDEX_BYTES,
     Count,
@@ -36,8 +33,10 @@ from torchrec_checknrun.format.entries import (
     ROWS_DTYPES,
     UNWRITTEN,
     BlockEntry,
+    CollisionsEntry,
     Entry,
     RowsEntry,
+    StateEntry,
     content_bytes,
     difference_of,
     parse_entry,
@@ -151,6 +150,7 @@ def _write_chunk(file: WriteBehind, job: Job) -> _Written:
     length = sum(memoryview(piece).nbytes for piece in chunk.pieces)
     try:
         require_chunk_size(chunk.entry, length)
+        _require_readable(chunk.entry)
     except InvalidPlan:
         job.close()  # the next job may wait for this one's memory
         raise
@@ -302,11 +302,36 @@ def require_chunk_size(entry: Entry, length: int) -> None:
         InvalidPlan: the chunk is too large.
     """
     if isinstance(entry, (RowsEntry, BlockEntry)) and length > LARGEST_CHUNK:
-        what = entry.table if isinstance(entry, RowsEntry) else list(entry.path)
         raise InvalidPlan(
-            f"a chunk of {what} has {length} bytes; at most "
-            f"{LARGEST_CHUNK} can be read: make chunks smaller (chunk_bytes)"
+            f"a chunk of {_content(entry)} has {length} bytes; at most {LARGEST_CHUNK} can be "
+            "read: make chunks smaller (chunk_bytes)"
         )
+
+
+def _require_readable(entry: Entry) -> None:
+    """Refuse an index entry that readers would refuse, as a user's own codec may make one.
+
+    Raises:
+        InvalidPlan: names the chunk, and what is wrong.
+    """
+    has_tree = isinstance(entry, (StateEntry, CollisionsEntry))
+    try:
+        found = parse_entry(to_builtins(replace(entry, tree={}) if has_tree else entry))
+        if isinstance(found, RowsEntry):
+            rows_header(found)
+        elif isinstance(found, BlockEntry):
+            block_header(found)
+    except UnsupportedFormat:
+        pass  # readers that know the codec take it
+    except (CorruptCheckpoint, TypeError) as error:
+        raise InvalidPlan(f"no reader would take a chunk of {_content(entry)}: {error}") from error
+
+
+def _content(entry: Entry) -> str:
+    """Name a chunk's content, for errors."""
+    if isinstance(entry, RowsEntry):
+        return f"{entry.table:.200}"
+    return shown([*entry.path] if isinstance(entry, BlockEntry) else entry.name)
 
 
 class _Index(Record, frozen=True):

@@ -6,7 +6,7 @@ optimizer state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -24,7 +24,7 @@ from torchrec_checknrun.codecs import (
     row_state,
 )
 from torchrec_checknrun.codecs.quantization import TableEncoding
-from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
+from torchrec_checknrun.errors import CorruptCheckpoint, InvalidPlan, UnsupportedTable
 from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.checks import Options
 from torchrec_checknrun.format.chunk import (
@@ -33,6 +33,7 @@ from torchrec_checknrun.format.chunk import (
     Sections,
     decoded_most,
     dtype_name,
+    part_most,
 )
 from torchrec_checknrun.format.entries import (
     ROWS_DTYPES,
@@ -51,6 +52,7 @@ from torchrec_checknrun.format.row_values import EncodedRows
 from torchrec_checknrun.shards import Rectangle, RowBlock, TableShape
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
+_MOST_TOLD = 10
 _ERROR_SAMPLE_ROWS = 1024
 """The most rows of a chunk on which the error is measured."""
 
@@ -98,11 +100,13 @@ class RowsHeader:
 
 def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     """Encode rows; those that the codec can't represent (NaN, infinity, too large) are stored
-    exactly, since a lost row is the worst error. Where the block's weight is these rows, in CPU
-    memory, parts of the chunk may be views of it.
+    exactly, since a lost row is the worst error. So are all rows where the codec takes so few bytes
+    that readers would refuse them, or more than the rows have. Where the block's weight is these
+    rows, in CPU memory, parts of the chunk may be views of it.
 
     Raises:
         UnsupportedTable: weight or optimizer state is of a dtype that can't be stored.
+        InvalidPlan: the codec returned what no reader would take.
     """
     weight, states = block.weight, block.optimizer
     for tensor in (weight, *states.values()):
@@ -119,11 +123,15 @@ def encode_rows(block: RowBlock, encoding: TableEncoding) -> EncodedChunk:
     if codec.lossy and not codec.chained and size >= n * row_bytes:
         codec = Exact()
         encoded = _encoded(block, codec)
-    sections = Sections(encoding.compress and may_be_compressed(block))
+    compress = encoding.compress and may_be_compressed(block)
+    sections = Sections(part_most(n, weight.shape[1]) if compress else 0)
     ids_encoding, ids_bytes = row_ids.encode(block.ids.cpu().numpy())
     sections.pieces.append(ids_bytes)  # compressed already
     weight_section = _add_weight(sections, block, encoded, codec)
     optimizer = tuple(_add_state(sections, block, name, encoding) for name in states)
+    stored = sum(memoryview(piece).nbytes for piece in sections.pieces)
+    if _decoded_bytes(block) > decoded_most(stored) and not (codec.verbatim or codec.chained):
+        return encode_rows(block, replace(encoding, codec=Exact()))
     entry = RowsEntry(
         table=block.table,
         table_rows=block.shape.rows,
@@ -148,7 +156,19 @@ def _encoded(block: RowBlock, codec: Codec) -> Encoded:
     if codec.verbatim and block.positions is None and weight.is_cpu and weight.is_contiguous():
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         return Encoded(weight.detach().view(-1).view(torch.uint8), {}, none)
-    return codec.encode(weight, block.positions, RowContext(block.optimizer, block.ids))
+    encoded = codec.encode(weight, block.positions, RowContext(block.optimizer, block.ids))
+    data, exceptions = encoded.data, encoded.exceptions
+    sound = data.dtype == torch.uint8 and data.is_cpu and exceptions.dtype == torch.int64
+    if len(exceptions):
+        sound &= int(exceptions[0]) >= 0 and int(exceptions[-1]) < len(block.ids)
+        sound &= bool((exceptions[1:] > exceptions[:-1]).all())
+    if not sound:  # of a user's own codec: a restore would refuse the chunk, or read other values
+        raise InvalidPlan(
+            f"{block.table}: codec {codec.name!r} must return data as uint8 on the CPU, and "
+            f"exceptions as sorted int64 positions of {len(block.ids)} rows, not {data.dtype} and "
+            f"{exceptions.dtype} {exceptions.tolist()[:_MOST_TOLD]}"
+        )
+    return encoded
 
 
 def _add_weight(
@@ -202,9 +222,14 @@ def add_exact(sections: Sections, rows: int, data: bytes) -> ExactSection:
 
 def may_be_compressed(block: RowBlock) -> bool:
     """Return whether readers accept these rows compressed; see ``chunk.DECODED_BYTES``."""
+    return _decoded_bytes(block) <= DECODED_BYTES
+
+
+def _decoded_bytes(block: RowBlock) -> int:
+    """Return the bytes of rows in memory, with ids and optimizer state."""
     values = block.weight[0].numel() * block.weight.element_size()
     values += sum(state[0].numel() * state.element_size() for state in block.optimizer.values())
-    return len(block.ids) * (8 + values) <= DECODED_BYTES
+    return len(block.ids) * (8 + values)
 
 
 def rows_header(entry: RowsEntry) -> RowsHeader:

@@ -17,7 +17,7 @@ from torchrec_checknrun.codecs import Chained
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format import row_ids
-from torchrec_checknrun.format.chunk import open_sections
+from torchrec_checknrun.format.chunk import open_sections, part_most
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState, LogState
 from torchrec_checknrun.native import Chosen, part_of, try_copy_rows
@@ -44,7 +44,7 @@ class StoredRows:
         n, cols = header.count, header.cols
         first, last = header.rectangle.row_start, header.rectangle.row_stop - 1
         with self.refusing():
-            self._sections = open_sections(header.sections, payload, n * (8 * cols + 64))
+            self._sections = open_sections(header.sections, payload, part_most(n, cols))
             self.ids = row_ids.decode(header.ids_encoding, next(self._sections), first, last, n)
         self._others: list[memoryview] | None = None
         self._weight: EncodedRows | None = None
@@ -215,7 +215,7 @@ class StoredRows:
         """Turn errors of what decodes the chunk into ``CorruptCheckpoint``."""
         try:
             yield
-        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        except (ValueError, TypeError, RuntimeError, LookupError, ArithmeticError) as error:
             raise CorruptCheckpoint(
                 f"a chunk of {self.header.count} rows of {self.header.table} can't be decoded: "
                 f"{error}"

@@ -71,7 +71,6 @@ _ONLY_HYDRA = {
 }
 """Keys of the Hydra group ``checkpoint`` that Checkpointer spells differently, and its spelling."""
 
-
 COPY = "copy"
 LostRule = str | Callable[[Any, int], Any]
 """The rule by which a lost rank gets a state of its own, see ``PerRank``."""
@@ -99,6 +98,8 @@ class PerRank:
                 f"PerRank: lost must be 'copy', a function of a state dict and a number of steps, "
                 f"or None, not {lost!r}"
             )
+        if merge is not None and not callable(merge):
+            raise ValueError(f"PerRank: merge must be a function of a list of states, not {merge}")
         self.state = state
         self.merge = merge
         self.lost = lost
@@ -198,11 +199,10 @@ def require_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 def as_root(root: object, timeout_seconds: float) -> Folder:
     """Return the folder of a path or URL."""
-    if isinstance(root, bytes) or not isinstance(root, (str, os.PathLike)):
+    path = os.fspath(root) if isinstance(root, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path.strip():
         raise ValueError(_ROOT.format(root))
-    if not str(os.fspath(root)).strip():
-        raise ValueError(_ROOT.format(root))
-    return Folder(root, timeout_seconds)
+    return Folder(path, timeout_seconds)
 
 
 def as_states(state: object) -> dict[str, Stateful | PerRank | Replicated]:
@@ -230,7 +230,8 @@ def as_states(state: object) -> dict[str, Stateful | PerRank | Replicated]:
 
 def as_buffers(patterns: Any, model: nn.Module) -> PerRankBuffers:
     """Return the model's buffers that the patterns name."""
-    if not isinstance(patterns, (str, Sequence, Mapping)):
+    named = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(named, (Sequence, Mapping)) or not all(isinstance(n, str) for n in named):
         raise ValueError(
             'per_rank_buffers must be patterns over names of buffers, as "*.running_*", not '
             f"{patterns!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -10,6 +11,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torchrec_checknrun.codecs import Codec
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.buffers import PerRankBuffers
 from torchrec_checknrun.memory.images import HostCopies, Images
@@ -193,8 +195,10 @@ def _describe(value: object) -> str:
         return repr(value)
     if isinstance(value, PerRankBuffers):
         return value.patterns  # the names that match differ where ranks have buffers of their own
-    if isinstance(value, Folder):
+    if isinstance(value, (Folder, os.PathLike)):
         return str(value)
+    if isinstance(value, Codec):
+        return repr(value)  # of its spec, by which chunks are read
     if isinstance(value, Mapping):
         items = sorted((repr(key), _describe(item)) for key, item in value.items())
         return f"{{{', '.join(f'{key}: {item}' for key, item in items)}}}"

@@ -197,7 +197,7 @@ def _storable(options: Options, tracked: TrackedModel, ranks: Ranks) -> Options:
             "%s: what the last checkpoint restores would take more than %d bytes on a rank: stored "
             "each row by itself, by method='fisher' instead of 'delta', 'adaptive' instead of "
             "'lc'. Give Quantization(reference_bytes=…) more, or more ranks",
-            ", ".join(tables),
+            listed(tables),
             most,
         )
     averaged = {
@@ -212,7 +212,7 @@ def _storable(options: Options, tracked: TrackedModel, ranks: Ranks) -> Options:
             "%s: several sharding groups hold these tables (DMPCollection), of which one writes a "
             "row: stored each row by itself, by method='fisher' instead of 'delta', 'adaptive' "
             "instead of 'lc'",
-            ", ".join(copied),
+            listed(copied),
         )
     return options.storing(options.quantization.without_links([*tables, *copied]))
 

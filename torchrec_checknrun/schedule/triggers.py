@@ -6,10 +6,10 @@ asks every trigger after every training step.
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from numbers import Real
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class EverySteps:
 
     def __post_init__(self) -> None:
         steps: object = self.steps
-        if not isinstance(steps, Real) or steps < 1 or steps % 1:
+        if not _is_number(steps) or steps < 1 or steps % 1:
             raise ValueError(
                 f"EverySteps needs at least 1 step, a whole number as 1000, not {self.steps!r}"
             )
@@ -123,4 +123,8 @@ class OnSigterm:
 
 
 def _is_duration(seconds: object) -> bool:
-    return isinstance(seconds, Real) and 0 < float(seconds) < math.inf
+    return _is_number(seconds) and 0 < seconds <= sys.float_info.max
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -192,7 +192,7 @@ def _rows_items(
 ) -> Iterator[tuple[str, RowsItem]]:
     for shard in shards:
         encoding, most = shard.encoding(quantization), chunk_bytes
-        if encoding.codec.chained:  # a few bytes can stand for any number of unchanged rows
+        if encoding.codec.at_once:  # a few bytes can stand for any number of equal rows
             most = min(most, DECODED_BYTES)
         for number, (start, stop, count) in enumerate(shard.spans(most)):
             name = f"{rows_key(shard.shard.name)}{number}"

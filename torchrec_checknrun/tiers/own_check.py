@@ -5,13 +5,12 @@ For copies of rank files that lie elsewhere than in their checkpoint.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import xxhash
 
 from torchrec_checknrun.errors import CorruptCheckpoint
-from torchrec_checknrun.format.checks import INDEX_BYTES
+from torchrec_checknrun.format.checks import INDEX_BYTES, parse_json
 from torchrec_checknrun.format.entries import Entry
 from torchrec_checknrun.format.manifest import RankFile
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, Header, parse_index
@@ -66,7 +65,11 @@ def _indexed(folder: Folder, name: str) -> tuple[RankFile, list[tuple[Entry, Hea
         raise CorruptCheckpoint(
             f"{where}: the index has checksum {checksum}, the footer {digest!r}"
         )
-    file = RankFile(name, size, offset, length, checksum, len(json.loads(index)["chunks"]))
+    try:
+        count = len(parse_json(index, INDEX_BYTES)["chunks"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpoint(f"{where}: the index is malformed: {error!r}") from error
+    file = RankFile(name, size, offset, length, checksum, count)
     return file, parse_index(index, file, where)
 
 

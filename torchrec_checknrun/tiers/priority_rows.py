@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -39,6 +40,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.shards import CHUNK_BYTES, LocalShard, RowBlock
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.threads import Threads
 from torchrec_checknrun.tiers.own_check import read_own_chunks
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -75,7 +77,7 @@ class PriorityRows:
         self._since: str | None = None
         self._priorities: dict[int, Priority] = {}
         self._shards: list[TrackedShard] = []
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checknrun-priority")
+        self._worker = Threads(1, "checknrun-priority")
         self._running: Future[bool] | None = None
         self._taken: list[tuple[Marks, torch.Tensor]] = []
         """By shard, the rows of the last save, until it is known to be written."""
@@ -90,7 +92,7 @@ class PriorityRows:
         self._since = None
         for shard in self._local():
             shard.marks.live.bitwise_and_(~int(Consumer.PRIORITY) & 255)
-        self._worker.submit(self._prune, None, step)
+        self._worker.submit(partial(self._prune, None, step))
 
     def step(self, step: int, head: str | None, run: str) -> None:
         """Save rows at the end of a step, if some are due.
@@ -110,15 +112,15 @@ class PriorityRows:
         chunks = list(self._take())
         if chunks:
             name = directory_of(head, run, step)
-            self._running = self._worker.submit(self._write, name, head, chunks)
+            self._running = self._worker.submit(partial(self._write, name, head, chunks))
 
     def close(self, over: bool) -> None:
-        """Stop; remove this rank's saves if the run is over."""
+        """Stop; remove this rank's saves if the run is over, unless the storage hangs."""
         for shard in self._shards:
             shard.marks.noted = None
         if over:
-            self._worker.submit(self._prune, "", -1)
-        self._worker.shutdown(wait=over, cancel_futures=not over)
+            self._worker.submit(partial(self._prune, "", -1))
+        self._worker.close(cancel=not over, seconds=self._root.patience.seconds if over else 0)
 
     def _local(self) -> list[TrackedShard]:
         return [shard for shard in self._tracked.shards if not shard.local.replicated]
@@ -202,8 +204,8 @@ def directory_of(head: str, run: str, step: int) -> str:
 
 def parse_directory(name: str) -> tuple[str, str, int]:
     """Return checkpoint, run and step of a directory's name; step -1 where it is no such name."""
-    of, _, rest = name.partition(".")
-    run, _, step = rest.partition(".step-")
+    rest, _, step = name.rpartition(".step-")
+    of, _, run = rest.rpartition(".")  # a user's own name of a checkpoint may have dots
     return of, run, int(step) if step.isdecimal() else -1
 
 
@@ -263,13 +265,12 @@ def apply_saves(
         try:
             if (folder / name).size(file) is None:
                 continue  # the rank had nothing to save then
-            chunks = list(read_own_chunks(folder / name, file))
+            # All of the file is verified before a row of it is used.
+            for entry, header, payload in [*read_own_chunks(folder / name, file)]:
+                if isinstance(entry, RowsEntry) and isinstance(header, RowsHeader):
+                    written += _apply(StoredRows(header, payload), shards)
         except (CheckNRunError, OSError) as error:
             logger.warning("a priority save can't be used, older rows stay: %s", error)
-            continue
-        for entry, header, payload in chunks:
-            if isinstance(entry, RowsEntry) and isinstance(header, RowsHeader):
-                written += _apply(StoredRows(header, payload), shards)
     return written
 
 

@@ -27,6 +27,7 @@ from torchrec_checknrun.codecs import (
     NO_CONTEXT,
     Encoded,
     ImportanceWeighted,
+    Parameters,
     RowContext,
     Rowwise,
     codec_from_spec,
@@ -300,6 +301,14 @@ def test_damaged_data_is_refused() -> None:
         decode_example(encoded.parameters, no_such_width)
     with pytest.raises(ValueError, match="group"):
         decode_example(encoded.parameters, encoded.data, rows=49)
+
+
+def test_no_row_is_left_as_it_was() -> None:
+    """Refuse what a faulty writer makes, which counts only the rows of known widths, or fewer."""
+    none: Parameters = {"groups": [{"rows": 0}] * 3}
+    for data, rows in ((torch.tensor([0b11], dtype=torch.uint8), 1), (torch.empty(0).byte(), 5)):
+        with pytest.raises(ValueError, match="group of each"):
+            ImportanceWeighted().decode(data, none, rows, 0, torch.empty(rows, 8))
 
 
 JUNK = st.recursive(

@@ -174,6 +174,19 @@ def test_rows_out_of_range_are_exceptions(codec: KMeans) -> None:
     assert torch.equal(decoded, round_trip(codec, sound)[0])  # other rows are unaffected
 
 
+@pytest.mark.parametrize("codec", [KMeans(2, 16), KMeans(4, 64), KMeans(8, 64), KMeans(4)])
+def test_a_table_of_fp16_stays_finite(codec: KMeans) -> None:
+    generator = torch.Generator().manual_seed(4)
+    rows = (torch.rand(128, 8, generator=generator) * 2 - 1) * 65504
+    rows[:, 0] = 65504
+    rows = rows.half()
+    encoded = codec.encode(rows)
+    back = torch.empty_like(rows)
+    codec.decode(encoded.data, encoded.parameters, len(rows), 0, back)
+    back[encoded.exceptions] = rows[encoded.exceptions]
+    assert bool(back.isfinite().all())
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_other_dtypes_are_encoded_as_float32(codec: KMeans, dtype: torch.dtype) -> None:

@@ -110,6 +110,17 @@ def test_values_far_beyond_are_exceptions() -> None:
         assert codec.encode(rows).exceptions.tolist() == [1, 3]
 
 
+def test_a_table_of_fp16_stays_finite() -> None:
+    """Round values to bf16, of which the one next to 65504 is beyond fp16."""
+    values = [65504.0, 65408.0, 65376.0, -65504.0, 1.0]
+    rows = torch.tensor([[value, 0.5, 0.0] for value in values], dtype=torch.float16)
+    encoded = Bf16().encode(rows)
+    back = torch.empty_like(rows)
+    Bf16().decode(encoded.data, {}, len(rows), 0, back)
+    assert encoded.exceptions.tolist() == [0, 1, 3]
+    assert back[[2, 4]].tolist() == [[65280.0, 0.5, 0.0], [1.0, 0.5, 0.0]]
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dim", [1, 3, 64, 513])
 def test_many_rows_are_done_in_blocks(codec: Narrow, dim: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -82,6 +83,8 @@ def test_methods_with_widths_of_their_own() -> None:
         ({"bits": "auto"}, "chosen from expected_restores: give it"),
         ({"bits": "auto", "expected_restores": -1}, "0 or more, not -1"),
         ({"bits": 4, "expected_restores": float("nan")}, "0 or more, not nan"),
+        ({"bits": 4, "expected_restores": True}, "0 or more, not True"),
+        ({"bits": 4, "tables": {7: Quantization()}}, "tables must map patterns to choices"),
         ({"bits": 4, "mean_bits": 4.0}, "parameter of the methods importance"),
         ({"offset": 4.0}, "parameter of method='importance'"),
         ({"method": "importance", "mean_bits": 4.0, "offset": 4.0}, "not both"),
@@ -194,6 +197,30 @@ def test_a_table_has_the_first_choice_whose_pattern_it_matches() -> None:
     for unmatched in ("ebc.embedding_bags.c", "EBC.embedding_bags.user", "other.user_10", "item"):
         encoding = quantization.for_table(unmatched, BIG)
         assert (encoding.codec.value_bits, encoding.compress) == (4, False)
+
+
+def test_the_first_of_names_and_patterns_counts() -> None:
+    two, three, four = (Quantization(bits=bits) for bits in (2, 3, 4))
+    for tables, bits in (
+        ({"a.b": two, "a.*": three}, 2),
+        ({"a.*": three, "a.b": two}, 3),
+        ({"a.c": four, "?.b": three, "a.b": two}, 3),
+        ({"a.c": four, "a.b": two, "*": three}, 2),
+        ({"a[.]b": four, "a.b": two}, 4),
+        ({"A.b": four, "a.B": four}, 8),
+    ):
+        chosen = Quantization(bits=8, tables=tables).for_table("a.b", 10**6)
+        assert chosen.codec.value_bits == bits, tables
+
+
+def test_choices_for_many_tables_take_no_time() -> None:
+    """Give each table a choice of its own, as where no table's references have room."""
+    names = [f"sparse.ebc.embedding_bags.table_{i}" for i in range(4000)]
+    quantization = Quantization(method="delta").without_links(names)
+    began = time.perf_counter()
+    codecs = {quantization.for_table(name, 10**6).codec.name for name in names}
+    assert codecs == {"fisher"}
+    assert time.perf_counter() - began < 1  # a pair of tables takes 0.4 µs: 6 s
 
 
 def test_a_pattern_counts_for_small_tables_too() -> None:

@@ -119,6 +119,22 @@ def test_exceptions_are_the_rows_that_are_not_held(
         assert bool((error <= bound).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "method"), ALL)
+def test_no_finite_row_becomes_infinite(bits: int, method: str, dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    generator = torch.Generator().manual_seed(bits)
+    rows = (torch.rand(400, 9, dtype=torch.float64, generator=generator) * 2 - 1) * most
+    rows[:200].abs_()
+    rows[::2, 0], rows[1::2, 0] = most, -most
+    codec = rowwise(bits, method)
+    rows = rows.to(dtype)
+    encoded = codec.encode(rows)
+    back = decoded(codec, encoded, rows, len(rows))
+    back[encoded.exceptions] = rows[encoded.exceptions]
+    assert bool(back.isfinite().all())
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize(
@@ -378,7 +394,8 @@ def test_chunks_of_version_1_still_decode(bits: int, dim: int) -> None:
         *(({"bits": bits}, "bits must be one of") for bits in (0, 1, 5, 16, -4, True, 4.0, "4")),
         ({"bits": 4, "method": "best"}, "method must be one of.*'greedy'.*not 'best'"),
         ({"bits": 4, "method": "ADAPTIVE"}, "method must be one of"),
-        ({"bits": 4, "num_bins": 0}, "num_bins must be at least 1"),
+        ({"bits": 4, "num_bins": 0}, "num_bins must be from 1 to"),
+        ({"bits": 4, "num_bins": 1 << 31}, "num_bins must be from 1 to"),
         ({"bits": 4, "ratio": -0.1}, "ratio must be between 0 and 1"),
         ({"bits": 4, "ratio": 1.1}, "ratio must be between 0 and 1"),
         ({"bits": 4, "ratio": NAN}, "ratio must be between 0 and 1"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 from collections import Counter
 from typing import Any
 
@@ -30,12 +32,21 @@ from tests.unit.compaction.compacted import (
     small_chain,
 )
 from tests.unit.entries import fields
-from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, KMeans, Method, Rowwise
+from torchrec_checknrun.codecs import (
+    Codec,
+    Exact,
+    Fisher,
+    ImportanceWeighted,
+    KMeans,
+    Method,
+    Rowwise,
+)
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.compaction import compact as compaction
 from torchrec_checknrun.compaction.row_pieces import Piece, chunks_of
 from torchrec_checknrun.compaction.row_ranges import RowRanges
 from torchrec_checknrun.compaction.spool import Spool
+from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.row_reader import StoredRows
@@ -211,6 +222,33 @@ def test_rows_divided_spooled_and_joined_are_the_same(
                         assert equal(values.optimizer[name][at : at + 1], state)
                     found += 1
     assert found == rows
+
+
+def test_rows_of_other_steps_are_joined() -> None:
+    """Each checkpoint settles its steps anew: a chunk for each would make ever smaller ones."""
+    stored = []
+    for constant, first in ((0.01, 0), (0.02, 1)):
+        encoding = TableEncoding(Fisher(constant=constant))
+        part = Part((0, DIM), list(range(first, 40, 2)), 40, encoding=encoding)
+        stored += [decoded(chunk) for chunk in encode(part, 40, first)]
+    (chunk,) = chunks_of([Piece.of(one, None) for one in stored])
+    joined = decoded(chunk).rows()
+    for first, one in enumerate(stored):
+        assert equal(joined.weight[first::2], one.rows().weight)
+
+
+class Full(io.BytesIO):
+    """A temporary file on a disk without space."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_temporary_folder_is_not_the_storage() -> None:
+    (chunk,) = encode(Part((0, DIM), [0, 1, 2], 3), 3, 5)
+    with pytest.raises(StorageFailed, match=r"temporary file of this machine.*TMPDIR") as failed:
+        Spool(Full()).put(0, Piece.of(decoded(chunk), None))
+    assert failed.value.errno == errno.ENOSPC
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:

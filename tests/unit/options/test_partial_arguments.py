@@ -34,6 +34,11 @@ def test_a_rule_is_copy_or_a_function() -> None:
         PerRank(make_job(), lost="clone")
 
 
+def test_states_are_merged_by_a_function() -> None:
+    with pytest.raises(ValueError, match="merge must be a function of a list of states, not sum"):
+        PerRank(make_job(), merge="sum")  # type: ignore[arg-type]  # mypy sees it, too
+
+
 def test_a_lost_ranks_generators_are_seeded_anew() -> None:
     rng = RngState()
     torch.manual_seed(3)

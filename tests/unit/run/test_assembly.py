@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from torchrec_checknrun import Checkpointer
+from tests.unit.run.jobs import checkpointer, make_job
+from torchrec_checknrun import Checkpointer, Quantization
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.run import assembly
 from torchrec_checknrun.save.background import Background
 
 
@@ -44,3 +46,16 @@ def test_a_background_that_another_rank_could_not_make(
         Checkpointer(str(tmp_path), model=nn.Linear(1, 1))
     assert len(made) == 1
     assert closed == made
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_of_thousands_of_tables_without_room_the_first_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"table_{number:04d}" for number in range(3000)]
+    monkeypatch.setattr(assembly, "too_large", lambda *_: names)
+    with checkpointer(tmp_path, make_job(), quantization=Quantization(method="delta")):
+        pass
+    (said,) = (line for line in caplog.messages if "instead of 'delta'" in line)
+    assert said.startswith("table_0000, table_0001, ")
+    assert len(said) < 1000

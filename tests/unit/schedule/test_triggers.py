@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 import torch.distributed as dist
@@ -128,11 +129,17 @@ def test_at_end_is_known(triggers: list[Trigger], at_end: bool) -> None:
     schedule.close()
 
 
-@pytest.mark.parametrize("wrong", [0, -1])
+@pytest.mark.parametrize("wrong", [0, -1, True, math.inf, math.nan, "600", None])
 @pytest.mark.parametrize("trigger", [EverySteps, EverySeconds, OnSigterm])
-def test_what_makes_no_sense(trigger: Callable[[int], Trigger], wrong: int) -> None:
+def test_what_makes_no_sense(trigger: Callable[[Any], Trigger], wrong: Any) -> None:
     with pytest.raises(ValueError, match=trigger.__name__):
         trigger(wrong)
+
+
+@pytest.mark.parametrize("trigger", [EverySeconds, OnSigterm])
+def test_no_clock_counts_as_far(trigger: Callable[[Any], Trigger]) -> None:
+    with pytest.raises(ValueError, match=trigger.__name__):
+        trigger(10**400)
 
 
 def test_steps_are_whole() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import xxhash
 
 from tests.unit.tracked_model import TALL, make_model, only
-from torchrec_checknrun.errors import StorageFailed
+from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed
 from torchrec_checknrun.format.entries import RowsEntry
-from torchrec_checknrun.format.rank_file import rank_file_name
+from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, rank_file_name, write_rank_file
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.memory.partial import PrioritySaves
@@ -21,7 +25,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers import priority_rows
 from torchrec_checknrun.tiers.own_check import read_own_chunks
-from torchrec_checknrun.tiers.priority_rows import PriorityRows
+from torchrec_checknrun.tiers.priority_rows import PriorityRows, apply_saves
 from torchrec_checknrun.tracking import track
 
 
@@ -68,3 +72,61 @@ def ids_in(folder: Folder) -> list[int]:
         if isinstance(entry, RowsEntry) and isinstance(header, RowsHeader):
             found += StoredRows(header, payload).ids.tolist()
     return sorted(found)
+
+
+@pytest.mark.parametrize("head", ["seq-000001_step-00000010_00000001", "v1.0", "a.step-7.b"])
+def test_a_directorys_name_is_told_apart(head: str) -> None:
+    """Try a user's own names of checkpoints as well: their saves would be deleted at once."""
+    run = "0123456789abcdef" * 2
+    name = priority_rows.directory_of(head, run, 12)
+    assert priority_rows.parse_directory(name) == (head, run[:16], 12)
+
+
+@pytest.mark.parametrize("index", [b"{", b"[]", b"{}", b"[" * 100_000, b'{"chunks":5}'])
+def test_an_index_that_is_none(index: bytes, tmp_path: Path) -> None:
+    checksum = xxhash.xxh3_64_hexdigest(index).encode()
+    content = index + FOOTER.pack(0, len(index), checksum, MAGIC)
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(CorruptCheckpoint):
+        [*read_own_chunks(Folder(tmp_path), "file")]
+
+
+def test_rows_that_cannot_be_decoded_stay_older(
+    tracked: TrackedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Go on with a recovery in which a faulty writer has taken part."""
+    root, run = Folder(tmp_path), "run"
+    shard = only(tracked, TALL)
+    (chunk,) = priority_rows._chunks(shard.local, torch.tensor([1, 2]))
+    encoded = chunk.encode()
+    entry = encoded.entry
+    assert isinstance(entry, RowsEntry)
+    ids = msgspec.structs.replace(entry.ids, encoding="unknown")
+    encoded.entry = msgspec.structs.replace(entry, ids=ids)
+    folder = root / ".priority" / priority_rows.directory_of("head", run, 3)
+    folder.create()
+    write_rank_file(folder, 0, iter([encoded]))
+    assert apply_saves(root, "head", run, 5, 0, [shard]) == 0
+    assert "a priority save can't be used, older rows stay" in caplog.text
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_store_that_hangs_keeps_no_process(
+    over: bool, tracked: TrackedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Use daemons: the interpreter waits for all other threads, however long they take."""
+    root, hangs = Folder(tmp_path, timeout_seconds=0.5), threading.Event()
+    saves = PriorityRows(PrioritySaves(every_steps=1, fraction=1.0), root, 0, tracked)
+    monkeypatch.setattr(priority_rows, "write_rank_file", lambda *_: hangs.wait(60))
+    saves.step(0, "head", "run")
+    only(tracked, TALL).marks.mark(torch.tensor([1]))
+    try:
+        saves.step(1, "head", "run")
+        began = time.monotonic()
+        saves.close(over)
+        assert time.monotonic() - began < 10
+        own = [t for t in threading.enumerate() if t.name.startswith("checknrun-priority")]
+        assert own
+        assert all(thread.daemon for thread in own)
+    finally:
+        hangs.set()
