@@ -28,8 +28,8 @@ def log(tmp_path: Path) -> Path:
     """Write a run's events: three checkpoints, two restores, and one line that a kill cut off."""
     root = new_root()
     with one_thread():
-        full = write(root, 40, [Part((0, 16), list(range(40)), 10)])
-        later = write(root, 40, [Part((0, 16), [1, 2], 10)], full)
+        full = write(root, 40, [Part((0, 8), list(range(40)), 10)])
+        later = write(root, 40, [Part((0, 8), [1, 2], 10)], full)
     reports = [
         checkpoint_report(full, 1, Progress(staged=2.0, committed=9.0)),
         checkpoint_report(later, 1, Progress(staged=1.0, committed=3.0)),
