@@ -140,7 +140,8 @@ def _commit(
     lease.acquire(lambda _: ())
     try:
         files = list(write_files(into, chunks, file_bytes))
-        epoch = claim.epoch if (claim := latest_claim(folder)) else 0
+        claim = latest_claim(folder)  # None also where a listing lags behind
+        epoch = max(chain.head.epoch, 0 if claim is None else claim.epoch)
         manifest = _manifest(chain, into.name, epoch, files)
         lease.check()
         check_sizes(folder, manifest)  # a pruning that took this process for dead has deleted files

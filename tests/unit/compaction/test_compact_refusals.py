@@ -17,6 +17,7 @@ from tests.unit.compaction.compacted import (
     small_chain,
 )
 from tests.unit.entries import fields
+from tests.unit.run.jobs import checkpointer, make_job, train
 from torchrec_checknrun import compact
 from torchrec_checknrun.compaction import compact as compaction
 from torchrec_checknrun.errors import (
@@ -85,6 +86,27 @@ def test_storage_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     report = compacted(root)
     assert report.sequence == read_manifest(root, head).sequence
     assert_restores_alike(root, head, report.id, [Rectangle(0, 100, *WHOLE)])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_copy_counts_where_a_listing_lacks_the_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compact in a store whose listings lag: the copy counts as its head does."""
+    job = make_job(0)
+    with checkpointer(tmp_path, job) as saver:
+        for _ in range(3):
+            train(job, saver)
+            saver.save()
+            saver.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(compaction, "latest_claim", lambda _: None)
+        report = compact(tmp_path)
+    assert report is not None
+    with checkpointer(tmp_path, make_job(1)) as saver:
+        found = saver.restore()
+    assert found is not None
+    assert (found.id, found.passed_over) == (report.id, ())
 
 
 def test_files_that_a_pruning_took_for_leftovers(
