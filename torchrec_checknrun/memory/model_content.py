@@ -82,7 +82,7 @@ class ModelContent:
         """
         part = self._model.find()
         if part is not self._part:
-            part.require_storable()
+            part.require_restorable()
             states = {MODEL: {**part.dense, **part.of_some}}
             self._pieces = section({STATES: states, PARTS: parts_of(part.parts)})
             self._part = part

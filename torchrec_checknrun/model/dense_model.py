@@ -42,23 +42,19 @@ class DensePart:
     of_some: dict[str, torch.Tensor]
     parts: list[Block]
 
-    def require_storable(self) -> None:
+    def require_restorable(self) -> None:
         """Refuse values that no restore could give back to the model.
 
         Raises:
-            UnsupportedState: a value is neither a tensor nor a module's extra state, or is extra
-                state that can't be stored.
+            UnsupportedState: a value is neither a tensor nor a module's extra state.
         """
         for name, value in self.dense.items():
-            if isinstance(value, torch.Tensor):
-                continue
-            if not is_extra_state(name):
+            if not (isinstance(value, torch.Tensor) or is_extra_state(name)):
                 raise UnsupportedState(
                     f"the model's state dict has {name!r}, a {type(value).__name__}, which can't "
                     "be restored into the model: put it into a state object of its own, or let "
                     "get_extra_state() return it"
                 )
-            encode_state(value, f"{MODEL}.{name}")
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -89,7 +85,7 @@ class DensePart:
         Raises:
             UnsupportedState: a value is no tensor.
         """
-        self.require_storable()
+        self.require_restorable()
         return [
             value
             for name, value in self.dense.items()
@@ -166,14 +162,15 @@ class DenseModel:
         of a single rank.
 
         Raises:
-            UnsupportedState: see ``find`` and ``DensePart.require_storable``; or some ranks lack
+            UnsupportedState: see ``find`` and ``DensePart.require_restorable``; or some ranks lack
                 extra state that is no tensor.
         """
 
         def all_names() -> tuple[frozenset[str], frozenset[str]]:
             part = self.find()
-            part.require_storable()
-            others = (n for n, value in part.dense.items() if not isinstance(value, torch.Tensor))
+            part.require_restorable()
+            others = {n: v for n, v in part.dense.items() if not isinstance(v, torch.Tensor)}
+            encode_state(others, MODEL)  # refuses at the start what no save could store
             return frozenset(part.dense), frozenset(others)
 
         names, others = zip(*ranks.on_all_ranks(all_names), strict=True)
