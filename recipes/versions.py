@@ -268,6 +268,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if (given.keep or given.install_only) and not (given.keep and given.folder):
         parser.error("--keep needs --folder, and --install-only needs --keep")
+    if given.folder:
+        given.folder.mkdir(parents=True, exist_ok=True)
     tests = given.tests.split() if given.tests else QUICK if given.quick else FULL
     rows = []
     with tempfile.TemporaryDirectory(prefix="versions-", dir=given.folder) as scratch:

@@ -95,6 +95,17 @@ def test_a_stack_that_cannot_be_installed_is_told(
     assert "| 2.99.0 | 9.0.0 | 9.0.1 | not installed | – | – | – |" in versions.table([row])
 
 
+def test_environments_are_kept_in_a_folder_that_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(versions, "install", lambda folder, stack: made.append(folder))
+    folder = tmp_path / "new" / "environments"
+    options = ["--stack", "2.99.0,9.0.0,9.0.1", "--keep", "--folder", str(folder), "--install-only"]
+    assert not versions.main(options)
+    assert made == [folder / "2.99.0"]
+
+
 def test_failing_tests_alone_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
