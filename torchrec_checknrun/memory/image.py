@@ -282,12 +282,13 @@ class RankImage:
         words.publish(Word.DONE, step)
         words.publish(Word.TIME, int(time.time()))
         self._journal.end_step()
-        if self._journal.ahead > 0 and not self._told_ahead:
+        if self._journal.ahead and not self._told_ahead:
             self._told_ahead = True
             logger.warning(
                 "a batch was looked up before the end of the step before it, as semi-synchronous "
-                "pipelines do (or was only evaluated, without torch.no_grad): after a killed "
-                "process such a batch is looked up again, and the run is not the same bit for bit"
+                "pipelines do (or was only evaluated, without torch.no_grad, and its output is "
+                "still there): after a killed process such a batch is looked up again, and the run "
+                "is not the same bit for bit"
             )
 
     def missed(self, why: str) -> None:

@@ -9,6 +9,7 @@ order, follows from the steps alone, so that a roll-back that is itself killed c
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from torchrec_checknrun.errors import ImagesRefused
 from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
+from torchrec_checknrun.model.hand_written import Lookup
 from torchrec_checknrun.shards import LocalShard
 from torchrec_checknrun.shared_memory.areas import Areas
 from torchrec_checknrun.shared_memory.file import NoImage
@@ -47,7 +49,8 @@ class StepJournal:
 
     Attributes:
         rows, changed: how many rows were put back, and how many of them the step had changed.
-        ahead: lookups whose backward pass has not come yet.
+        ahead: lookups whose backward pass may still come; those of evaluations, and what activation
+            checkpointing looks up again, go with their graph.
     """
 
     def __init__(
@@ -66,7 +69,8 @@ class StepJournal:
         self._native: Any = torch.classes.checknrun.StepJournal(tensors, parts)
         self._open: int | None = None
         self._told = False
-        self.rows = self.changed = self.ahead = 0
+        self.rows = self.changed = 0
+        self.ahead: weakref.WeakSet[Lookup] = weakref.WeakSet()
 
     @staticmethod
     def clear(areas: Areas) -> None:
@@ -190,15 +194,18 @@ class KernelJournal:
         self._rows = rows
         self._small = small
 
-    def looked_up(self) -> None:
-        """Count a lookup that a backward pass is to follow."""
-        self._journal.ahead += 1
+    def looked_up(self, lookup: Lookup) -> None:
+        """Note a lookup that a backward pass may follow."""
+        self._journal.ahead.add(lookup)
+
+    def goes_back(self, lookup: Lookup) -> None:
+        """Note that the backward pass has come to a lookup."""
+        self._journal.ahead.discard(lookup)
 
     def before_update(
         self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]
     ) -> None:
         """Journal the rows of a backward pass, in one compiled call."""
-        self._journal.ahead -= 1
         shards = [self._first + shard for shard in feature_to_shard]
         self._journal.append(values, offsets, shards)
 

@@ -29,11 +29,18 @@ from torchrec_checknrun.ranks import listed
 logger = logging.getLogger(__name__)
 
 
+class Lookup:
+    """A lookup that a backward pass may follow; lives as long as that is possible."""
+
+
 class Journal(Protocol):
     """A kernel's rows as they are before each change, so that a step can be undone."""
 
-    def looked_up(self) -> None:
-        """Hear of a lookup whose rows a backward pass will change."""
+    def looked_up(self, lookup: Lookup) -> None:
+        """Hear of a lookup whose rows a backward pass may change."""
+
+    def goes_back(self, lookup: Lookup) -> None:
+        """Hear that the backward pass has come to a lookup."""
 
     def before_update(
         self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]

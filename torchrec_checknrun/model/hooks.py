@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_checknrun.dense.gradients import has_gradient
 from torchrec_checknrun.dense.optimizers import touches_other_rows, wraps_another
 from torchrec_checknrun.marks.marks import Marks, PendingRows
-from torchrec_checknrun.model.hand_written import WriteWatch, announced
+from torchrec_checknrun.model.hand_written import Lookup, WriteWatch, announced
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.ranks import listed
 
@@ -74,12 +74,19 @@ class KernelHook:
             self.writes.check()  # early: rows written by hand must not be taken for a step's
         if not out.requires_grad:
             return  # evaluation updates nothing
-        if self.writes.journal is not None:
-            self.writes.journal.looked_up()
         features = args[0]
         # The kernel has just used both, so reading them needs no device synchronization.
         values, offsets = features.values(), features.offset_per_key()
-        out.register_hook(lambda _grad: self._at_backward(values, offsets))
+        lookup = Lookup()
+        if self.writes.journal is not None:
+            self.writes.journal.looked_up(lookup)
+
+        def at_backward(_: torch.Tensor) -> None:
+            if self.writes.journal is not None:
+                self.writes.journal.goes_back(lookup)
+            self._at_backward(values, offsets)
+
+        out.register_hook(at_backward)
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
         if self.kernel.touches_other_rows:
