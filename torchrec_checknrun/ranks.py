@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -34,6 +35,10 @@ _NOT_MADE = (
     "that don't train this model need a job of their own."
 )
 """A note to the store's error where the group is not made on all ranks."""
+
+
+_beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""By default group, the gloo group that ``gloo_beside`` has made."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,19 @@ class Ranks:
         name = self.from_rank_0(lambda: secrets.token_hex(8))
         store = self.group.get_group_store()
         return dist.PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # not in torch's stub
+
+
+def gloo_beside() -> dist.ProcessGroup | None:
+    """Return a group of all ranks that sends tensors of the CPU: None, the default group, where
+    that can; else a gloo group, made once. Called on all ranks at once.
+    """
+    default = dist.group.WORLD
+    if default is None or "cpu" in dist.get_backend_config():
+        return None
+    made = _beside.get(default)
+    if made is None:
+        made = _beside[default] = dist.new_group(backend="gloo")
+    return made
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

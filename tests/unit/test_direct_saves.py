@@ -55,6 +55,17 @@ class TestDirectSaves:
         self.check(tmp_path / "second", model)
         assert modified(tracked)["wide"] == [1, 2, 5]
 
+    def test_marks_are_united_by_a_group_for_the_cpu(
+        self, tracked: TrackedModel, tmp_path: Path
+    ) -> None:
+        beside = mock.Mock()
+        with (
+            mock.patch("torchrec_checknrun.dcp.save.gloo_beside", return_value=beside),
+            mock.patch.object(tracked, "all_reduce_marks") as unite,
+        ):
+            self.save(tmp_path / "first", tracked)
+        unite.assert_called_once_with(beside)
+
     def test_what_a_chain_builds_on_was_deleted(
         self,
         model: nn.Module,

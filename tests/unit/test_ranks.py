@@ -6,9 +6,11 @@ import pickle
 import threading
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from torchrec_checknrun.errors import SaveFailed, StorageFailed
-from torchrec_checknrun.ranks import picklable, picklable_errors
+from torchrec_checknrun.ranks import gloo_beside, picklable, picklable_errors
 
 
 class TwoArguments(Exception):
@@ -62,3 +64,18 @@ def test_a_block_s_errors() -> None:
     assert isinstance(caught.value.__cause__, Holds)
     with pytest.raises(SaveFailed, match="no"), picklable_errors():
         raise SaveFailed("no")
+
+
+@pytest.mark.parametrize(("backend", "own"), [("gloo", True), ("cuda:gloo", False)])
+def test_tensors_of_the_cpu_have_a_group(backend: str, own: bool) -> None:
+    """A job of one backend for GPUs, such as ``init_process_group("nccl")``, has none for these."""
+    assert gloo_beside() is None, "no process group at all"
+    for _ in range(2):  # a later job of the same process
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            group = gloo_beside()
+            assert (group is None) is own
+            dist.all_reduce(torch.ones(1), group=group)
+            assert gloo_beside() is group, "made once"
+        finally:
+            dist.destroy_process_group()

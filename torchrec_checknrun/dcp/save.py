@@ -32,7 +32,7 @@ from torchrec_checknrun.model.state_dict import (
     find_shards,
 )
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.ranks import picklable_errors
+from torchrec_checknrun.ranks import gloo_beside, picklable_errors
 from torchrec_checknrun.save.commit import CheckpointWriter
 from torchrec_checknrun.save.plan import (
     GlobalPlan,
@@ -157,7 +157,7 @@ class SavePlanner(DcpSavePlanner):
             shards = [ShardSnapshot(shard, None) for shard in local]
         else:
             self._tracked.check_writes()
-            self._tracked.all_reduce_marks()
+            self._tracked.all_reduce_marks(gloo_beside())
             self._tracked.refresh()
             interval = DirectInterval.of(self._tracked)
             beside = interval.begin(path)

@@ -44,7 +44,10 @@ class _Generators:
     """The generators of this process, as a Stateful."""
 
     def state_dict(self) -> dict[str, Any]:
-        return generators_state()
+        state = generators_state()
+        if torch.cuda.is_available():  # asked for by name, and the same keys at every save
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if _MERGED in state:

@@ -13,6 +13,9 @@ import torch
 def generators_state() -> dict[str, Any]:
     """Return the state of PyTorch's generator on the CPU and on the current CUDA device, NumPy's
     legacy generator and Python's ``random``, as values that can be stored.
+
+    A process that has not used CUDA has no generator there, and none is begun for this: that would
+    take hundreds of MB of the GPU.
     """
     version, words, gauss = random.getstate()
     state = {
@@ -20,7 +23,7 @@ def generators_state() -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=True),
         "python": (version, np.array(words, dtype=np.int64), gauss),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

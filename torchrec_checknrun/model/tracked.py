@@ -154,7 +154,7 @@ class TrackedModel(TrackedTables):
         """Set each rank's marks of data-parallel tables to the union over ranks; a collective.
 
         Args:
-            group: a gloo group of all ranks; None is the default group.
+            group: of all ranks, for tensors of the CPU; None is the default group.
         """
         replicas = [shard.marks for shard in self.shards if shard.local.replicated]
         if not replicas or not dist.is_initialized():

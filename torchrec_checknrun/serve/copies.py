@@ -7,6 +7,9 @@ fails half-way is undone by the same copy.
 
 With one, for models too large to be held twice, rows are staged in their final form, beyond a
 budget in a file, and copied in while predictions wait.
+
+On GPUs kernels run after the threads that launched them have gone on: a copy is written to once all
+kernels of predictions that left it have run, and shown once all writes have.
 """
 
 from __future__ import annotations
@@ -144,6 +147,7 @@ class TwoCopies:
     def __init__(self, model: nn.Module) -> None:
         self.replica = Replica(model)
         self._served, self._idle = _Side(self.replica), _Side(self.replica.another())
+        self.replica.finish()  # the copy: another thread will write to it
         # Held for a few instructions: never while a prediction runs or a row is written.
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)
@@ -182,6 +186,7 @@ class TwoCopies:
     def show(self, version: Version, closing: Callable[[], bool], seconds: float) -> None:
         before, after = self._served, self._idle
         after.replica.load_again()
+        after.replica.finish()
         after.version = version
         before.behind, before.behind_dense = after.behind, after.behind_dense
         after.behind, after.behind_dense = {}, set()
@@ -192,6 +197,7 @@ class TwoCopies:
         with self._lock:
             if self._idle.readers:  # then before the next version
                 return
+        self._idle.replica.finish()
         self._idle.catch_up(self._served, rest)  # nobody enters it until it is swapped
 
 
@@ -315,7 +321,9 @@ class OneCopy:
             self._writing = True
             try:
                 _wait(self._changed, lambda: not self._readers, closing, seconds, self.version)
+                self.replica.finish()
                 self._staged.apply()
+                self.replica.finish()
                 self.version = version
             finally:
                 self._writing = False

@@ -11,6 +11,7 @@ from torch import nn
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedTable
 from torchrec_checknrun.serve.inference.collisions import check_collisions
+from torchrec_checknrun.serve.inference.gpus import finish, gpus_of
 from torchrec_checknrun.serve.inference.kernels import find_kernels, refuse_frozen
 from torchrec_checknrun.serve.inference.tables import (
     KINDS,
@@ -46,6 +47,8 @@ class Replica:
         self._state = self._plain_state()
         self.tables: dict[str, ServedTable] = dict(self._quantized)
         self.dense: dict[str, torch.Tensor] = {}
+        parts = [part.memory for table in self._quantized.values() for part in table.parts]
+        self._gpus = gpus_of([*self._state.values(), *parts])
         check_collisions(model)
 
     def _plain_state(self) -> dict[str, torch.Tensor]:
@@ -117,6 +120,14 @@ class Replica:
                 f"the model's own loading (hooks, set_extra_state) refused the values of a version "
                 f"with {error!r}: serve the model that is trained"
             ) from error
+
+    def finish(self) -> None:
+        """Wait until all work that was launched on the model's GPUs has run; see ``gpus``.
+
+        Raises:
+            RuntimeError: a GPU has failed.
+        """
+        finish(self._gpus)
 
     def address(self, name: str) -> int:
         """Return where the values of a table or dense tensor begin; 0 for those without any."""
