@@ -242,3 +242,17 @@ def check_coverage(name: str, whole: TableShape, held: Iterable[tuple[Rectangle,
             f"{[str(part) for part, _ in parts]}; every rank must take part in the save, with the "
             "process group the model is sharded over"
         )
+
+
+def row_memory(tensors: list[torch.Tensor]) -> int:
+    """Bound the bytes that a row of a chunk takes while the chunk is saved or restored.
+
+    A row is held as the kernel has it and as it is stored, at most as fp32; the allocator keeps up
+    to three times as much of earlier chunks (``recipes.benchmarks.memory``). A row's id is held
+    several times as int64, or as up to 32 bools of a sparse chunk's span.
+    """
+    values = sum(
+        max(4, tensor.element_size()) * (tensor.shape[1] if tensor.dim() == 2 else 1)
+        for tensor in tensors
+    )
+    return 5 * values + 48

@@ -38,7 +38,7 @@ from rich.console import Console
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+from torchrec.distributed.model_tracker import model_delta_tracker
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -196,7 +196,7 @@ class TorchRecs(Nothing):
     def __init__(self, model: DistributedModelParallel, auto_compact: bool) -> None:
         self.name = "TorchRec auto_compact" if auto_compact else "TorchRec ID_ONLY"
         self._auto_compact = auto_compact
-        self._tracker = ModelDeltaTrackerTrec(model, auto_compact=auto_compact)
+        self._tracker = model_delta_tracker.ModelDeltaTrackerTrec(model, auto_compact=auto_compact)
         self._modules: list[Any] = list(self._tracker.tracked_modules.values())
         self._hooked = [(m.post_lookup_tracker_fn, m.post_odist_tracker_fn) for m in self._modules]
         self._set([(None, None)] * len(self._modules))

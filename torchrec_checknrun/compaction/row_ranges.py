@@ -16,7 +16,7 @@ from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.shards import CHUNK_BYTES
 
 _COPIES = 5
-"""Copies of a row's values that a chunk's memory has to hold; see ``snapshot.row_memory``."""
+"""Copies of a row's values that a chunk's memory has to hold; see ``shards.row_memory``."""
 _ID_BYTES = 48
 
 

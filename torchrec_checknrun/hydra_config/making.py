@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torchrec_checknrun.codecs.quantization import Quantization
-    from torchrec_checknrun.dense.buffers import Patterns
     from torchrec_checknrun.hydra_config.baselines import DcpCheckpointer, NoCheckpointer
     from torchrec_checknrun.memory.images import HostCopies, Images
     from torchrec_checknrun.memory.partial import PartialRecovery
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from torchrec_checknrun.root.retention import Retention
     from torchrec_checknrun.run.checkpointer import Checkpointer
     from torchrec_checknrun.schedule.triggers import Trigger
+    from torchrec_checknrun.values.buffers import Patterns
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

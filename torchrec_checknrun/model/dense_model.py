@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_checknrun.dense.buffers import buffer_names
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.blocks import Block, whole_block
 from torchrec_checknrun.model.module_tree import ModuleTree
 from torchrec_checknrun.model.state_dict import MODEL, StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.values.buffers import buffer_names
 from torchrec_checknrun.values.dense import require_dense
 from torchrec_checknrun.values.own_loading import is_extra_state
 from torchrec_checknrun.values.state import Tree, encode_state

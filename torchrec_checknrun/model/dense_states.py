@@ -11,7 +11,8 @@ is taken on the parameters for that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,13 +23,19 @@ from torchrec_checknrun.dense.first_state import LateStates
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.optimizers import handed_on, is_known
+from torchrec_checknrun.dense.param_groups import GROUPS
 from torchrec_checknrun.dense.references import tensors_of
 from torchrec_checknrun.dense.state_dicts import lay_out
-from torchrec_checknrun.errors import CheckNRunError, SaveFailed
+from torchrec_checknrun.dense.steady import SteadyOptimizer
+from torchrec_checknrun.errors import CheckNRunError, SaveFailed, UnsupportedState
 from torchrec_checknrun.format.row_chunk import RowForms
+from torchrec_checknrun.format.state_tree import leaves
+from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.dense_model import DensePart
+from torchrec_checknrun.model.state_dict import StoredTables, split_states
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.values.state import Tree
+from torchrec_checknrun.values.state import Tree, encode_state
+from torchrec_checknrun.values.tensor_bytes import shows_memory
 
 
 class DenseStates:
@@ -214,15 +221,90 @@ class _Later:
         return iter(self._found)
 
 
-def stored_optimizers(
-    model: nn.Module, states: Mapping[str, object], tracked: TrackedModel, part: DensePart
-) -> dict[str, Any]:
-    """Return the stored form of each optimizer among state objects by name; see ``DenseStates``.
+@dataclass
+class OptimizerStates:
+    """The part of a snapshot that dense optimizers make.
+
+    Attributes:
+        states: the stored forms by name, without table rows, with the live tensors.
+        tensors: the plain tensors among them.
+        blocks: local parts, to be written by this rank, of sharded tensors.
+        encoded: by name what ``encode_state`` has made of a state; its pieces are live memory.
+    """
+
+    states: dict[str, Any]
+    tensors: list[torch.Tensor]
+    blocks: list[Block]
+    encoded: dict[str, tuple[Tree, list[bytes | memoryview]]]
+
+
+@dataclass
+class _Kept:
+    """One optimizer's stored form, for the next snapshot as well."""
+
+    state: dict[str, Any]
+    tensors: list[torch.Tensor]
+    encoded: tuple[Tree, list[bytes | memoryview]]
+
+    def renew(self, groups: list[dict[Any, Any]]) -> None:
+        """Take other groups; what was handed out before stays as it is."""
+        node, _ = encode_state(groups, GROUPS)  # constants have no payload
+        tree, pieces = self.encoded
+        items = [[key, node if key == GROUPS else value] for key, value in tree["d"]]
+        self.state, self.encoded = {**self.state, GROUPS: groups}, ({**tree, "d": items}, pieces)
+
+
+class SnapshotOptimizers:
+    """Finds the optimizers' states at each snapshot; those in which no object was replaced since
+    the last one are not asked again, see ``dense.steady``.
 
     Args:
-        part: the model's, which knows the parameters' names.
-
-    Raises:
-        SaveFailed: names the optimizer whose state can't be read.
+        states: all state objects by name.
     """
-    return DenseStates(model, states, tracked, lambda: part.names).stored()
+
+    def __init__(self, model: nn.Module, states: Mapping[str, object]) -> None:
+        self._model, self._states = model, states
+        self._steady = {name: SteadyOptimizer(state) for name, state in states.items()}
+        self._kept: dict[str, _Kept] = {}
+        self._named: tuple[DensePart, StoredTables] | None = None
+
+    def find(self, tracked: TrackedModel, part: DensePart) -> OptimizerStates:
+        """Return the states as they are now.
+
+        Args:
+            part: the model's, which knows the parameters' names.
+
+        Raises:
+            SaveFailed: names the optimizer whose state can't be read.
+            UnsupportedState: see ``split_states``.
+        """
+        tables = tracked.dense.stored()
+        if self._named is None or self._named[0] is not part or self._named[1] is not tables:
+            self._named = part, tables
+            self._kept.clear()
+        optimizers = DenseStates(self._model, self._states, tracked, lambda: part.names)
+        for name in [name for name in self._kept if not self._steady[name].holds()]:
+            del self._kept[name]
+        asked = [name for name in optimizers if name not in self._kept]
+        begun = [name for name in asked if self._steady[name].begin()]
+        contents = optimizers.stored(asked)
+        states, blocks, tensors = split_states(contents, tables, contents)
+        found = OptimizerStates({}, tensors, blocks, {})
+        for name in optimizers:
+            if (kept := self._kept.get(name)) is None:
+                found.states[name] = states[name]
+                continue
+            if (groups := self._steady[name].renewed_groups()) is not None:
+                kept.renew(groups)
+            found.states[name], found.encoded[name] = kept.state, kept.encoded
+            found.tensors += kept.tensors
+        for name in begun:
+            self._keep(name, states[name])
+        return found
+
+    def _keep(self, name: str, state: dict[str, Any]) -> None:
+        """Keep a state for the next snapshot, if it is nothing but live memory and constants."""
+        tensors = [tensor for _, tensor in leaves(state, (torch.Tensor,))]
+        if all(map(shows_memory, tensors)) and self._steady[name].note(state[GROUPS], tensors):
+            with suppress(UnsupportedState):  # told of where the snapshot is encoded
+                self._kept[name] = _Kept(state, tensors, encode_state(state, name))

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_checknrun.codecs.quantization import ALONE, Quantization
-from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers, buffer_names
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.model.state_dict import MODEL
@@ -28,6 +27,7 @@ from torchrec_checknrun.root.policy import POLICIES, Consecutive, Intermittent, 
 from torchrec_checknrun.save.process import require_shared
 from torchrec_checknrun.schedule.triggers import EverySteps
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values.buffers import BUFFERS, PerRankBuffers, buffer_names
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 

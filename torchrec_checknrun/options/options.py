@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.codecs import Codec
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.dense.buffers import PerRankBuffers
 from torchrec_checknrun.memory.images import HostCopies, Images
 from torchrec_checknrun.memory.partial import PartialRecovery
 from torchrec_checknrun.options import arguments
@@ -28,6 +27,7 @@ from torchrec_checknrun.save.parent_content import DenseForm
 from torchrec_checknrun.schedule.triggers import EverySteps, Trigger
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values.buffers import PerRankBuffers
 
 Callback = Callable[[CheckpointReport], None]
 Resume = Literal["auto", "must", "never"]

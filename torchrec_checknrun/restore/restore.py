@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.delta.references import References
-from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import (
     ChainBroken,
@@ -43,6 +42,7 @@ from torchrec_checknrun.root.shared_root import require_shared
 from torchrec_checknrun.store.copied_folder import CopiedFolder
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import tells_nothing
+from torchrec_checknrun.values.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.values.own_loading import load_again, loads_more
 from torchrec_checknrun.writers.claims import latest_claim
 

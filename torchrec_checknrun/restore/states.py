@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.dense.state_dicts import own_state_dict
 from torchrec_checknrun.dense.state_objects import StateObjects
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
@@ -43,6 +42,7 @@ from torchrec_checknrun.restore.model_loading import (
     require_taken,
 )
 from torchrec_checknrun.restore.state_fit import check_state, common_state, merge_state
+from torchrec_checknrun.values.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.values.state import Tree, is_sharded, tree_items
 
 logger = logging.getLogger(__name__)

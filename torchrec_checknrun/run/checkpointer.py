@@ -15,7 +15,6 @@ from typing_extensions import Never
 
 from torchrec_checknrun.callers import OneCaller, one_at_a_time
 from torchrec_checknrun.codecs.quantization import Quantization
-from torchrec_checknrun.dense.buffers import Patterns
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.memory.images import HostCopies, Images
 from torchrec_checknrun.memory.partial import PartialRecovery
@@ -36,6 +35,7 @@ from torchrec_checknrun.save.parent_content import DenseForm
 from torchrec_checknrun.schedule.triggers import Trigger
 from torchrec_checknrun.shards import CHUNK_BYTES
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
+from torchrec_checknrun.values.buffers import Patterns
 
 logger = logging.getLogger(__name__)
 

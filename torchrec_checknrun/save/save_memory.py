@@ -13,7 +13,7 @@ from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.root.report import Progress
 from torchrec_checknrun.save.copy_ways import CopyWays
-from torchrec_checknrun.shards import LocalShard
+from torchrec_checknrun.shards import LocalShard, row_memory
 from torchrec_checknrun.snapshot.cut_rows import CopyOnWriteMemory, CutRows, why_copied_at_cut
 from torchrec_checknrun.snapshot.encoded_at_cut import (
     StagingMode,
@@ -24,7 +24,7 @@ from torchrec_checknrun.snapshot.encoded_at_cut import (
 from torchrec_checknrun.snapshot.items import Items, RowsItem
 from torchrec_checknrun.snapshot.late_copies import LateCopies
 from torchrec_checknrun.snapshot.memory import Ring, StagingMemory, default_budget
-from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot, row_memory
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot
 from torchrec_checknrun.snapshot.staged import rows_size, tensors_size
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from torchrec_checknrun.dense.buffers import BUFFERS
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.chunk import BlockHeader
 from torchrec_checknrun.format.entries import StateEntry, difference_of
@@ -23,6 +22,7 @@ from torchrec_checknrun.serve.inference.collisions import joined
 from torchrec_checknrun.serve.plan import Plan
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import MODEL, DenseReader, read_dense
+from torchrec_checknrun.values.buffers import BUFFERS
 
 _DENSE_BYTES = 256 << 20
 """Bytes of what lies beside rows to keep for the next version."""

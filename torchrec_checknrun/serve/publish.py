@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.compaction.compact import FILE_BYTES, write_files
 from torchrec_checknrun.delta.rows import values_of
-from torchrec_checknrun.dense.buffers import BUFFERS
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.entries import (
@@ -48,6 +47,7 @@ from torchrec_checknrun.shards import RowBlock, TableShape
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import MODEL, DenseReader
 from torchrec_checknrun.tools.links import TableLinks
+from torchrec_checknrun.values.buffers import BUFFERS
 from torchrec_checknrun.version import __version__
 
 WIDTHS = (2, 4, 8)

@@ -20,22 +20,22 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchrec_checknrun.codecs import Codec
 from torchrec_checknrun.codecs.base import SampledRows
 from torchrec_checknrun.codecs.quantization import Quantization, TableEncoding
-from torchrec_checknrun.dense.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer, Selected, union
 from torchrec_checknrun.marks.row_copies import ShardCopies
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.collisions import CollisionState
-from torchrec_checknrun.model.dense_states import stored_optimizers
+from torchrec_checknrun.model.dense_states import SnapshotOptimizers
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL, split_states
 from torchrec_checknrun.model.tracked import TrackedModel, TrackedShard
 from torchrec_checknrun.row_sets import RowSet
-from torchrec_checknrun.shards import LocalShard, TableShape
+from torchrec_checknrun.shards import LocalShard, TableShape, row_memory
 from torchrec_checknrun.snapshot.late_copies import LateCopies, Span, stepped_memory
 from torchrec_checknrun.snapshot.left_out import LeftOut
 from torchrec_checknrun.snapshot.replica_sample import ReplicaSample
+from torchrec_checknrun.values.buffers import BUFFERS, PerRankBuffers
 from torchrec_checknrun.values.state import Tree
 
 
@@ -224,6 +224,7 @@ class Declared:
         replicated: names of states of which rank 0's is stored for all ranks.
         buffers: the model's buffers of which each rank has its own.
         left_out: tells of values that no state dict shows; None: nothing is told.
+        optimizers: finds their states; None: all are asked.
     """
 
     states: Mapping[str, Stateful]
@@ -231,10 +232,12 @@ class Declared:
     replicated: frozenset[str] = frozenset()
     buffers: PerRankBuffers = field(default_factory=PerRankBuffers)
     left_out: LeftOut | None = None
+    optimizers: SnapshotOptimizers | None = None
 
     def watching(self, model: nn.Module) -> Declared:
         """Return the same, with a look at modules as they are now."""
-        return replace(self, left_out=LeftOut(model, self.states))
+        made = LeftOut(model, self.states), SnapshotOptimizers(model, self.states)
+        return replace(self, left_out=made[0], optimizers=made[1])
 
 
 def take_snapshot(
@@ -266,20 +269,19 @@ def take_states(
         SaveFailed: a state object's ``state_dict()`` raised an error.
     """
     of_model = tracked.dense.find(refreshed)
-    optimizers = stored_optimizers(model, declared.states, tracked, of_model)
-    live = {**optimizers, **state_dicts(declared.states, optimizers)}
-    rest, blocks, in_optimizers = split_states(live, tracked.dense.stored(), optimizers)
-    parameters = of_model.parameters
-    dense = {MODEL: of_model.dense, **rest}
+    finder = declared.optimizers or SnapshotOptimizers(model, declared.states)
+    optimizers = finder.find(tracked, of_model)
+    objects = state_dicts(declared.states, optimizers.states)
+    rest, blocks, _ = split_states(objects, tracked.dense.stored())
+    dense = {MODEL: of_model.dense, **optimizers.states, **rest}
     per_rank = declared.per_rank
-    encoded: dict[str, tuple[Tree, list[bytes | memoryview]]] = {}
     if declared.buffers.names:
         dense[MODEL] = dict(of_model.dense)
         if own := declared.buffers.take(dense[MODEL]):
             dense[BUFFERS] = own
             per_rank |= {BUFFERS}
     else:
-        encoded[MODEL] = of_model.encoded
+        optimizers.encoded[MODEL] = of_model.encoded
     progress, collisions = tracked.beside_rows()
     return Snapshot(
         shards=[],
@@ -288,14 +290,14 @@ def take_states(
         per_rank=per_rank,
         replicated=declared.replicated,
         models=frozenset({MODEL}),
-        lasting=frozenset({MODEL, *optimizers}),
+        lasting=frozenset({MODEL, *optimizers.states}),
         buffers=of_model.buffers,
         broadcast=of_model.broadcast,
         progress=progress,
-        blocks=[b for b in of_model.blocks if not b.replica] + blocks,
+        blocks=[b for b in of_model.blocks if not b.replica] + optimizers.blocks + blocks,
         collisions=collisions,
-        stepped=stepped_memory((*parameters, *in_optimizers)),
-        encoded=encoded,
+        stepped=stepped_memory((*of_model.parameters, *optimizers.tensors)),
+        encoded=optimizers.encoded,
     )
 
 
@@ -384,17 +386,3 @@ def own_range(shard: LocalShard) -> tuple[int, int]:
 
 def _part(modified: Callable[[], RowSet], start: int, stop: int) -> RowSet:
     return modified().part(start, stop)
-
-
-def row_memory(tensors: list[torch.Tensor]) -> int:
-    """Bound the bytes that a row of a chunk takes while the chunk is saved or restored.
-
-    A row is held as the kernel has it and as it is stored, at most as fp32; the allocator keeps up
-    to three times as much of earlier chunks (``recipes.benchmarks.memory``). A row's id is held
-    several times as int64, or as up to 32 bools of a sparse chunk's span.
-    """
-    values = sum(
-        max(4, tensor.element_size()) * (tensor.shape[1] if tensor.dim() == 2 else 1)
-        for tensor in tensors
-    )
-    return 5 * values + 48
