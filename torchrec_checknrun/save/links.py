@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import is_
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -89,16 +90,26 @@ class HeldReferences:
         """By table, the largest learning rate of a save since the base."""
         self._constants: dict[str, float] = {}
         """By table, the settled constant of the base's codec."""
+        self._seen: list[object] = []
+        """The choice, shards and states that ``_wanted`` was found for: the same at most cuts."""
+        self._wanted: dict[_Key, _Kind] = {}
 
     def belong_to(self, tracked: TrackedModel, quantization: Quantization) -> str | None:
         """Return the checksum of the checkpoint that the next one can be a link to; None if it must
         be a base.
         """
-        wanted = _keys(tracked, quantization)
+        wanted = self._keys(tracked, quantization)
         fits = self._held.keys() == wanted.keys() and all(
             kind.fits(self._held[key]) for key, kind in wanted.items()
         )
         return self._checkpoint if fits else None
+
+    def _keys(self, tracked: TrackedModel, quantization: Quantization) -> dict[_Key, _Kind]:
+        shards = [shard.local for shard in tracked.shards]
+        seen = [quantization, *shards, *(s for each in shards for s in each.optimizer.values())]
+        if len(seen) != len(self._seen) or not all(map(is_, seen, self._seen)):
+            self._seen, self._wanted = seen, _keys(tracked, quantization)
+        return self._wanted
 
     def begin(
         self,
@@ -118,8 +129,8 @@ class HeldReferences:
         base = proposal.header.parent is None
         found: dict[_Key, References] = {}
         rates: dict[str, float] = {} if base else dict(self._rates)
-        for each in snapshot.shards:
-            encoding = _encoding_of(each.shard, quantization)
+        encodings = [_encoding_of(each.shard, quantization) for each in snapshot.shards]
+        for each, encoding in zip(snapshot.shards, encodings, strict=True):
             codec, kind = encoding.codec, _Kind.of(each.shard, encoding)
             clock = snapshot.progress.get(each.shard.table)
             if isinstance(codec, Fisher) and clock is not None and clock.learning_rate:
@@ -135,9 +146,8 @@ class HeldReferences:
         names = {name: shape.rows for name, shape in snapshot.tables.items()}
         chained = any(quantization.for_table(name, n).codec.chained for name, n in names.items())
         changes = Transaction(found.values(), base) if chained else None
-        for each in snapshot.shards:
-            codec = _encoding_of(each.shard, quantization).codec
-            if isinstance(codec, (Fisher, Chained)):
+        for each, encoding in zip(snapshot.shards, encodings, strict=True):
+            if isinstance(encoding.codec, (Fisher, Chained)):
                 references = found.get((each.shard.table, each.shard.rectangle))
                 each.bind = partial(self._bound, each.shard.table, changes, references)
         return changes
