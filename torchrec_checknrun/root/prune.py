@@ -219,7 +219,7 @@ def _decide(
     """
     apart = set(listing.names) - {manifest.id for manifest in found}
     others = [manifest for id, manifest in known.items() if id in apart]
-    verdict = judge(found, retention, in_use=used, ids=listing.ids)
+    verdict = judge(found, retention, in_use=used, ignored=others, ids=listing.ids)
     temporary: list[tuple[str, str]] = []
     if verdict.delete or (others and by_person):  # otherwise pins and damage make no difference
         pinned, damaged, gone, temporary = _look(root, [*found, *others])

@@ -247,7 +247,7 @@ fsspec.register_implementation("often-silent", OftenSilent, clobber=True)
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_new_record_replaces_none_that_was_not_seen(failing: int) -> None:
-    """fsspec's own ``exists`` says no of any error: another writer's claim would be replaced."""
+    """The ``exists`` of fsspec says no of any error: another writer's claim would be replaced."""
     folder = Folder("often-silent://run/writers")
     folder.put("epoch-00000001.json", b"another writer's")
     OftenSilent.failing = failing
