@@ -226,6 +226,28 @@ def original_of(manifest: Manifest) -> str:
     return originals_of([manifest])[manifest.id]
 
 
+def next_parents(manifests: Iterable[Manifest], epoch: int, *, copies: bool) -> list[str]:
+    """Return the ids of checkpoints on which a live writer's next one may build: of its last, and
+    of compacted copies that are newer than that one's baseline.
+
+    Args:
+        manifests: of all checkpoints that count.
+        epoch: the writer's.
+        copies: whether the writer may go on from a copy that was made behind its training, as
+            nobody else can tell.
+    """
+    known = {manifest.id: manifest for manifest in manifests}
+    originals = originals_of(one for one in known.values() if one.epoch == epoch)
+    own = [known[id] for id, original in originals.items() if original == id]
+    if not own:
+        return []
+    last = base = max(own, key=lambda manifest: manifest.sequence)
+    while (parent := parent_among(base, known)) and parent.sequence < base.sequence:
+        base = parent
+    of_copies = (id for id, original in originals.items() if original != id and copies)
+    return [last.id, *(id for id in of_copies if known[id].sequence > base.sequence)]
+
+
 def _whole(ordered: Sequence[Manifest], sound: Mapping[str, Manifest]) -> list[Manifest]:
     """Return the sound checkpoints of complete chains, in their order. However long chains are,
     each checkpoint is looked at once, after what it builds on.

@@ -1,4 +1,4 @@
-"""Prune and list checkpoints that a user has made count, and that build on some which don't."""
+"""Keep what is needed by checkpoints that a user has made count, and by a live run's next one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.chains import new_root, put_manifest
-from tests.unit.root.test_retention import make
+from tests.unit.root.test_retention import compacted, make
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest, resolve
+from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, abandoned_ids, judge
 from torchrec_checknrun.store.folder import Folder
@@ -82,3 +83,25 @@ def test_what_does_not_count_is_no_point_of_its_own(keep: int, gone: list[int]) 
     assert [one.sequence for one in counting if one.id in verdict.delete] == gone
     assert late.id not in verdict.delete
     assert abandoned_ids(counting, (), [late]) == set()
+
+
+def test_a_live_run_may_go_on_from_any_of_its_newer_copies() -> None:
+    """A copy behind training may be ready when checkpoints were committed upon its original."""
+    root = new_root()
+    live = Lease(root)
+    live.acquire(lambda _: ())
+    base = put(root, make(1), 1)
+    original = put(root, make(2, base, base), 1)
+    last = put(root, make(3, original, original), 1)
+    copy = put(root, compacted(original), 1)
+    prune(root, Retention(1))
+    assert resolve(root, last.id).head.id == last.id
+    assert resolve(root, copy.id).head.id == copy.id
+    upon = put(root, make(4, copy, last), 1)
+    prune(root, Retention(1))
+    assert committed(root) == [upon.id, copy.id]
+    put(root, make(5, upon, upon), 1)
+    full = put(root, make(6, None, upon), 1)
+    prune(root, Retention(1))
+    assert committed(root) == [full.id]
+    live.release()
