@@ -334,8 +334,9 @@ def _value(module: nn.Module, name: str) -> Any:
         return vars(module)[name]
     attribute, _, rest = name.partition(".")
     for key, item in vars(module)[attribute].items():
-        if rest.startswith(f"{key}."):
-            return vars(item)[rest.removeprefix(f"{key}.")]
+        own, last = dict(_own_values(item)), rest.removeprefix(f"{key}.")
+        if last != rest and last in own:  # keys may have dots as well
+            return own[last]
     raise KeyError(name)
 
 
