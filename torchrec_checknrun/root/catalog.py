@@ -113,7 +113,8 @@ def inventory(root: Folder) -> Inventory:
     lost = _lost_claim(root, claims, content.manifests)
     counts = _counts(claims, ids, content.manifests, lost[0] if lost is not None else None)
     counting = {id: m for id, m in content.manifests.items() if counts[id] is not False}
-    abandoned = abandoned_ids(counting.values(), content.problems)
+    ignored = (m for id, m in content.manifests.items() if id not in counting)
+    abandoned = abandoned_ids(counting.values(), content.problems, ignored)
     listed, chains = [], _chains(content)
     for id in ids:
         status: Status = "restorable"

@@ -45,7 +45,7 @@ from torchrec_checknrun.root.retention import (
     Verdict,
     is_pinned,
     judge,
-    originals_of,
+    next_parents,
 )
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import Claim, read_claims
@@ -169,7 +169,7 @@ def _plan(
     used = {*in_use[0]}
     used |= {id.name for id in listing.ids.values() if id.is_copy and id.sequence in in_use[1]}
     if claim is not None and (own is not None or others_live):
-        used |= {*claim.uses, *_committed_last(claim, found)}
+        used |= {*claim.uses, *next_parents(found, claim.epoch, copies=own is None)}
     used |= held_by_followers(root, {manifest.id: manifest.sequence for manifest in found})
     plan = _decide(root, retention, listing, found, known, used, by_person=own is None)
     if not others_live:
@@ -219,7 +219,7 @@ def _decide(
     """
     apart = set(listing.names) - {manifest.id for manifest in found}
     others = [manifest for id, manifest in known.items() if id in apart]
-    verdict = judge(found, retention, in_use=used, ids=listing.ids)
+    verdict = judge(found, retention, in_use=used, ignored=others, ids=listing.ids)
     temporary: list[tuple[str, str]] = []
     if verdict.delete or (others and by_person):  # otherwise pins and damage make no difference
         pinned, damaged, gone, temporary = _look(root, [*found, *others])
@@ -332,16 +332,6 @@ def _require_counting(root: Folder, whole: list[Manifest], others: list[Manifest
             f"writers have committed, and no other that could be restored. `checknrun adopt {root} "
             f"{newest}` makes the newest one count"
         )
-
-
-def _committed_last(claim: Claim, found: Iterable[Manifest]) -> Iterable[str]:
-    """Return the id of a live writer's last checkpoint, on which its next may build. Compacted
-    copies don't count: the writer doesn't know of them.
-    """
-    own = [m for m in found if m.epoch == claim.epoch]
-    originals = originals_of(own)
-    own = [m for m in own if originals[m.id] == m.id]
-    return [max(own, key=lambda m: m.sequence).id] if own else []
 
 
 def _check_readable(root: Folder, listing: Listing, *, by_person: bool) -> None:

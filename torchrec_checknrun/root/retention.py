@@ -87,11 +87,12 @@ def judge(
         in_use: ids of checkpoints that a writer resumes from or builds on.
         damaged: ids of checkpoints with missing or short files: no restorable points.
         ignored: checkpoints that don't count and are not decided on; pinned ones stay nevertheless,
-            with those that they need.
+            with those that they need. One that counts may build on one of these: it was adopted.
         ids: the checkpoints' names, if parsed already.
     """
-    history = _History.of(manifests, damaged, ids)
-    by_id = {**{manifest.id: manifest for manifest in ignored}, **history.by_id}
+    others = {manifest.id: manifest for manifest in ignored}
+    history = _History.of(manifests, damaged, others, ids)
+    by_id = {**others, **history.by_id}
     sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
     held = [id for id in pinned if id in by_id]
     # A pinned checkpoint may be of a fork, which can't be told once the rest of the fork is gone.
@@ -147,9 +148,13 @@ def _deletable(history: _History, keep: Collection[str], last: int | None) -> di
     return delete
 
 
-def abandoned_ids(manifests: Iterable[Manifest], damaged: Collection[str] = ()) -> set[str]:
+def abandoned_ids(
+    manifests: Iterable[Manifest],
+    damaged: Collection[str] = (),
+    ignored: Iterable[Manifest] = (),
+) -> set[str]:
     """Return ids of checkpoints on forks that the run abandoned; arguments as in ``judge``."""
-    return _History.of(manifests, damaged).abandoned
+    return _History.of(manifests, damaged, {one.id: one for one in ignored}).abandoned
 
 
 @dataclass(frozen=True)
@@ -175,17 +180,20 @@ class _History:
         cls,
         manifests: Iterable[Manifest],
         damaged: Collection[str],
+        ignored: Mapping[str, Manifest],
         ids: Mapping[str, CheckpointId] | None = None,
     ) -> _History:
         found = {manifest.id: manifest for manifest in manifests}
-        ids = parse_ids(found) if ids is None else ids
+        there = {**ignored, **found}  # restores read whatever a chain needs
+        ids = parse_ids(there) if ids is None else ids
         copies = {name for name, id in ids.items() if id.is_copy}
         ordered = sorted(
-            found.values(), key=lambda m: (m.sequence, m.id in copies, m.id), reverse=True
+            there.values(), key=lambda m: (m.sequence, m.id in copies, m.id), reverse=True
         )
+        sound = {id: manifest for id, manifest in there.items() if id not in damaged}
+        whole = [manifest for manifest in _whole(ordered, sound) if manifest.id in found]
+        ordered = [manifest for manifest in ordered if manifest.id in found]
         by_id = {manifest.id: manifest for manifest in ordered}
-        sound = {id: manifest for id, manifest in by_id.items() if id not in damaged}
-        whole = _whole(ordered, sound)
         originals = originals_of(whole)
         abandoned = _abandoned(whole, by_id, originals)
         points: dict[str, Manifest] = {}
@@ -216,6 +224,28 @@ def original_of(manifest: Manifest) -> str:
     its original, of any other its own.
     """
     return originals_of([manifest])[manifest.id]
+
+
+def next_parents(manifests: Iterable[Manifest], epoch: int, *, copies: bool) -> list[str]:
+    """Return the ids of checkpoints on which a live writer's next one may build: of its last, and
+    of compacted copies that are newer than that one's baseline.
+
+    Args:
+        manifests: of all checkpoints that count.
+        epoch: the writer's.
+        copies: whether the writer may go on from a copy that was made behind its training, as
+            nobody else can tell.
+    """
+    known = {manifest.id: manifest for manifest in manifests}
+    originals = originals_of(one for one in known.values() if one.epoch == epoch)
+    own = [known[id] for id, original in originals.items() if original == id]
+    if not own:
+        return []
+    last = base = max(own, key=lambda manifest: manifest.sequence)
+    while (parent := parent_among(base, known)) and parent.sequence < base.sequence:
+        base = parent
+    of_copies = (id for id, original in originals.items() if original != id and copies)
+    return [last.id, *(id for id in of_copies if known[id].sequence > base.sequence)]
 
 
 def _whole(ordered: Sequence[Manifest], sound: Mapping[str, Manifest]) -> list[Manifest]:

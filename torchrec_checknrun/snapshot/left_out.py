@@ -39,7 +39,9 @@ _METRICS = "torchrec.metrics."
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _MOST_VALUES = 1 << 14
-"""The largest tensor that is looked at: larger ones are masks and tables."""
+"""The largest tensor that is looked at: larger ones are masks and tables. About as many values of a
+larger parameter are compared.
+"""
 _NUMBERS = frozenset({int, float})
 _SEQUENCES = frozenset({list, deque})
 
@@ -332,8 +334,9 @@ def _value(module: nn.Module, name: str) -> Any:
         return vars(module)[name]
     attribute, _, rest = name.partition(".")
     for key, item in vars(module)[attribute].items():
-        if rest.startswith(f"{key}."):
-            return vars(item)[rest.removeprefix(f"{key}.")]
+        own, last = dict(_own_values(item)), rest.removeprefix(f"{key}.")
+        if last != rest and last in own:  # keys may have dots as well
+            return own[last]
     raise KeyError(name)
 
 
@@ -365,12 +368,16 @@ def _may_show(leaf: Any, shapes: set[tuple[int, ...]], rows: set[tuple[int, ...]
 
 
 def _content(value: Any) -> tuple[int, bytes] | None:
-    """Return what is the same of equal values, whatever their form; None if it is unknown."""
+    """Return what is the same of equal values, whatever their form; None if it is unknown.
+
+    Of large ones a sample decides: training waits meanwhile.
+    """
     with suppress(Exception):  # tensors may be of any class, lists of anything
-        values = torch.as_tensor(value).detach().cpu()
+        values = torch.as_tensor(value).detach()
         values = torch.view_as_real(values) if values.is_complex() else values
-        flat = values.reshape(-1).to(torch.float64) + 0.0  # of both zeros one
-        return len(flat), xxhash.xxh3_128_digest(flat.numpy().data)
+        flat = values.reshape(-1)
+        some = flat[:: max(1, len(flat) // _MOST_VALUES)].cpu().to(torch.float64) + 0.0
+        return len(flat), xxhash.xxh3_128_digest(some.numpy().data)  # of both zeros one
     return None
 
 

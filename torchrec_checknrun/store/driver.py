@@ -120,7 +120,9 @@ class DriverStore:
             self._fs.pipe_file(path, data)
             return
         self._fs.invalidate_cache()
-        if self._fs.exists(path):
+        # Not by ``exists``: most drivers' say no of any error, a timeout too.
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._fs.info(path)
             raise FileExistsError(errno.EEXIST, "there is such a file", path)
         try:
             self._fs.pipe_file(path, data, mode="create")

@@ -21,8 +21,7 @@ _OF_NUMPY = (str, int, bool, float)
 
 def encode_key(key: object) -> str | int | dict[str, Any] | None:
     """Return a key as the tree has it; None if the key can't be stored."""
-    if isinstance(key, np.generic) and type(key.item()) in _OF_NUMPY:
-        key = key.item()
+    key = _of_python(key)
     if isinstance(key, (str, int)) and type(key) in (str, int):
         return key
     return _encode(key, 0)
@@ -42,6 +41,13 @@ def decode_key(key: object) -> Any:
     return found
 
 
+def _of_python(key: object) -> object:
+    """Return a scalar of NumPy's as Python's; any other key as it is."""
+    if isinstance(key, np.generic) and type(key.item()) in _OF_NUMPY:
+        return key.item()
+    return key
+
+
 def _encode(key: object, depth: int) -> dict[str, Any] | None:
     if key is None or type(key) is bool or (depth and type(key) is str):
         return {"v": key}
@@ -50,7 +56,7 @@ def _encode(key: object, depth: int) -> dict[str, Any] | None:
     if isinstance(key, float) and type(key) is float and key == key:
         return {"f": float.hex(key)}
     if isinstance(key, tuple) and type(key) is tuple and depth < MOST_NESTED:
-        items = [_encode(item, depth + 1) for item in key]
+        items = [_encode(_of_python(item), depth + 1) for item in key]
         return None if None in items else {"t": items}
     return None
 

@@ -265,3 +265,28 @@ def test_what_a_modules_extra_state_has_is_not_told(told: Told) -> None:
     module = Extra()
     (line,) = told(module, call(module))
     assert "over.calls, model.over.mean, model.over.losses, model.over.held." in line
+
+
+class Window:
+    """A window of a module's values, of a class of the user's."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.sums = torch.zeros(2)
+
+
+def test_windows_under_names_with_dots_are_looked_at(
+    told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Fixed()
+    module.windows = {"loss": Window(), "loss.aux": Window(), "loss.aux.b": 1}  # type: ignore
+
+    def train() -> None:
+        module(torch.ones(3, 2))
+        module.windows["loss.aux"].calls += 1  # type: ignore
+        module.windows["loss"].sums += 1  # type: ignore
+
+    (line,) = told(module, train)
+    assert "model.over.windows.loss.aux.calls" in line
+    assert "model.over.windows.loss.sums" in line
+    assert "are not looked at" not in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.crash.save_sweep import alone
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.snapshot import left_out
 
 LOST = "neither the model nor a state object shows"
 
@@ -113,3 +115,32 @@ def test_what_is_given_is_not_told(
     given: Any = nn.ParameterList([beside]) if form == "module" else Weights(forms[form])
     beside.requires_grad_(form != "frozen")
     assert not told(tmp_path, caplog, net, beside, adam.step, dense=adam, given=given)
+
+
+@pytest.mark.parametrize("form", ["tensor", "copy", "other"])
+def test_of_large_parameters_a_sample_is_compared(
+    form: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    net: nn.Module,
+) -> None:
+    """Training waits for the comparison: all values of a dense part would take seconds."""
+    beside = nn.Parameter(torch.randn(1 << 18))
+    adam = torch.optim.Adam([*net.parameters(), beside])
+    forms = {
+        "tensor": lambda: beside,
+        "copy": lambda: beside.detach().clone(),
+        "other": lambda: torch.randn(1 << 18),
+    }
+    bytes_read: list[int] = []
+    real = left_out.xxhash.xxh3_128_digest
+
+    def digest(data: memoryview) -> bytes:
+        bytes_read.append(data.nbytes)
+        return real(data)
+
+    monkeypatch.setattr(left_out, "xxhash", SimpleNamespace(xxh3_128_digest=digest))
+    lines = told(tmp_path, caplog, net, beside, adam.step, dense=adam, given=Weights(forms[form]))
+    assert len(lines) == (form == "other")
+    assert max(bytes_read) < 2 * 8 * left_out._MOST_VALUES

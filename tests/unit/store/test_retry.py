@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import pickle
-from typing import cast
+from typing import Any, ClassVar, cast
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed, StorageFailed, StorageUnreachable
 from torchrec_checknrun.store import retry
+from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import is_transient, masked, retrying, tells_nothing
 
 
@@ -211,3 +215,45 @@ def test_no_password_in_the_log_or_in_errors(
         retrying(act, "reading ftp://user:secret@host/run/a")
     assert "retrying in" in caplog.text
     assert "secret" not in caplog.text + str(caught.value)
+
+
+class OftenSilent(MemoryFileSystem):
+    """A store of whose looks some fail, with fsspec's own ``exists`` and ``pipe_file``."""
+
+    protocol = "often-silent"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    failing: ClassVar[int] = 0
+    exists = AbstractFileSystem.exists
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        plain: str = super()._strip_protocol(str(path).removeprefix("often-silent://"))
+        return plain
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        if OftenSilent.failing:
+            OftenSilent.failing -= 1
+            raise TimeoutError("says the test")
+        found: dict[str, Any] = super().info(path, **options)
+        return found
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        AbstractFileSystem.pipe_file(self, path, value, mode, **options)
+
+
+fsspec.register_implementation("often-silent", OftenSilent, clobber=True)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_new_record_replaces_none_that_was_not_seen(failing: int) -> None:
+    """The ``exists`` of fsspec says no of any error: another writer's claim would be replaced."""
+    folder = Folder("often-silent://run/writers")
+    folder.put("epoch-00000001.json", b"another writer's")
+    OftenSilent.failing = failing
+    with pytest.raises(FileExistsError):
+        folder.put("epoch-00000001.json", b"ours", new=True)
+    assert folder.read("epoch-00000001.json") == b"another writer's"
+    OftenSilent.failing = failing
+    folder.put("epoch-00000002.json", b"ours", new=True)
+    assert folder.read("epoch-00000002.json") == b"ours"

@@ -336,6 +336,9 @@ def test_keys_of_numpy_become_those_of_python(key: Any) -> None:
     found = round_trip({key: 1})
     assert found == {key: 1}
     assert [type(k) for k in found] == [type(key.item())]
+    pairs = round_trip({(key, (key, "a")): 1})
+    assert pairs == {(key, (key, "a")): 1}
+    assert [type(k[0]) for k in pairs] == [type(k[1][0]) for k in pairs] == [type(key.item())]
 
 
 @pytest.mark.parametrize(
