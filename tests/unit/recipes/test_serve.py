@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from recipes.dlrm_criteo import serve
 from recipes.dlrm_criteo.serving.app import PAGE
 from tests.examples import some_of
+from tests.scripting import SCRIPTS
 from tests.unit.recipes.asked import (
     PATIENCE,
     Server,
@@ -28,6 +29,8 @@ from tests.unit.recipes.asked import (
     train,
     wanted,
 )
+
+pytestmark = SCRIPTS  # the server does
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from recipes.dlrm_criteo.samples import Samples
 from recipes.dlrm_criteo.serve import CONFIGS, inference_model
 from recipes.dlrm_criteo.serving.script import script
 from tests.examples import some_of
+from tests.scripting import SCRIPTS
 from torchrec_checknrun.serve.inference.kernels import find_kernels
 
 CROSS = "model.cross={_target_: recipes.dlrm_criteo.model.CrossNetwork, layers: 2, rank: 8}"
@@ -35,6 +36,7 @@ def fill(model: nn.Module) -> None:
         kernel.weights_host.random_(0, 50)
 
 
+@SCRIPTS
 @pytest.mark.parametrize(("cross", "bits"), some_of(product([False, True], [32, 8, 4, 2]), 1, 4, 6))
 def test_the_same_predictions(bits: int, cross: bool) -> None:
     built = architecture(*[CROSS] * cross)

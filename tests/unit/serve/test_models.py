@@ -31,6 +31,7 @@ from torchrec.quant.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.examples import some_of
+from tests.scripting import SCRIPTS
 from tests.unit.serve.served import (
     CPU,
     ROWS,
@@ -78,6 +79,7 @@ def reloaded(model: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     return torch.jit.load(file)
 
 
+@SCRIPTS
 @pytest.mark.parametrize(
     ("copies", "make", "bits"), some_of(product([1, 2], [scripted, loaded], [8, 4, 2]), 1, 9)
 )
@@ -87,6 +89,7 @@ def test_scripted(tmp_path: Path, job: Job, make: object, bits: int, copies: int
     follows(job, tmp_path, follower, bits)
 
 
+@SCRIPTS
 @pytest.mark.parametrize(
     ("freeze", "copies"),
     some_of(product([torch.jit.freeze, torch.jit.optimize_for_inference], [1, 2]), 1),
