@@ -22,6 +22,7 @@ import torch
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.marks.row_copies import KernelCopies
+from torchrec_checknrun.model.gpu_streams import GpuReads, prefetch_stream
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.stepped_tables import SteppedTables
 from torchrec_checknrun.ranks import listed
@@ -85,6 +86,7 @@ class WriteWatch:
         late: makes copies of the tables as a whole for a checkpoint in progress, before a change.
         journal: keeps rows before they change, in case the process dies; None without images.
         read: recorded on a GPU once the rows of a checkpoint are copied out of it.
+        reads: copies rows out of a GPU for a checkpoint in progress; as ``copies``, look once.
         spoils: whether such a write has come while rows were being copied.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
             then the next checkpoint holds all rows anyway.
@@ -103,6 +105,7 @@ class WriteWatch:
         self.journal: Journal | None = None
         self.spoils = False
         self.read: torch.cuda.Event | None = None
+        self.reads: GpuReads | None = None
         self.late: Callable[[], object] | None = None
         self._warned = False
         self.warns = False
@@ -152,7 +155,9 @@ class WriteWatch:
 
         The kernel's rows are copied at the cut from now on, lest every checkpoint fail.
         """
-        copies = self.copies
+        copies, reads = self.copies, self.reads
+        if reads is not None and reads.fail(self.written_outside()):
+            self.spoils = True
         if copies is None or copies.copies.over:
             return
         self.spoils = True
@@ -199,10 +204,27 @@ class WriteWatch:
             if self.read.query():
                 self.read = None
 
+    def follow(self, reads: GpuReads) -> None:
+        """Have training's streams wait for copies of the tables from a GPU: at the first update,
+        where that is all that changes them; or now, as after a write by hand that came before.
+        """
+        if reads.done is None:
+            return
+        if self.kernel.changes_in_backward_only and not self.spoils:
+            self.read = reads.done
+            reads.watch(self)
+            return
+        torch.cuda.current_stream(self.marks[0].device).wait_event(reads.done)
+        prefetching = prefetch_stream(self.kernel.module._emb_module)
+        if prefetching is not None:
+            prefetching.wait_event(reads.done)
+
     def before_overwriting(self) -> None:
         """Wait until all rows are saved for the checkpoint in progress."""
         self.before_change()
-        copies = self.copies
+        copies, reads = self.copies, self.reads
+        if reads is not None:
+            reads.let_go(self)
         if copies is not None:
             copies.copies.wait_until_over()
         if self.journal is not None:

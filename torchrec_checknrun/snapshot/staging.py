@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 
 import torch
 
 from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.format.chunk import Entry
+from torchrec_checknrun.model.gpu_streams import GpuReads, wait_for
 from torchrec_checknrun.snapshot.cut_rows import CutRows
 from torchrec_checknrun.snapshot.digest import Digest, joint_digest
 from torchrec_checknrun.snapshot.encoded_at_cut import copied_size, idle_threads
@@ -52,8 +53,8 @@ class Staging:
         late: copies pieces of states later; None: all are copied at the cut.
 
     Attributes:
-        read: recorded once all copies from a GPU are made, for which the streams of training must
-            wait before they change what is copied; None without such copies.
+        reads: the copies from a GPU, for which the streams of training must wait before they change
+            what is copied.
     """
 
     def __init__(
@@ -65,7 +66,6 @@ class Staging:
         late: LateCopies | None = None,
     ) -> None:
         self.late = late
-        self.read: torch.cuda.Event | None = None
         self._memory = memory
         self._ring = ring
         self._all = items
@@ -87,6 +87,7 @@ class Staging:
             for item in items.by_name.values()
             if isinstance(item, RowsItem)
         }
+        self.reads = GpuReads(self._devices)
         # Copies from a GPU need no processor; copies from CPU tables may use all idle ones. Without
         # rows there is too little to copy.
         self._helpers = idle_threads() if self._devices == {torch.device("cpu")} else 0
@@ -167,7 +168,7 @@ class Staging:
         """
         items, turn = iter(self._items.items()), threading.Lock()
 
-        with self._stream() as event:
+        with self.reads.queued() as event:
 
             def work() -> None:
                 try:
@@ -288,6 +289,7 @@ class Staging:
             if name in left:
                 left.discard(name)
                 yield self.job(name, settled)
+        self.reads.finish()
         with self._changed:  # the last check of the copies comes after the last copy
             while not self._behind_done:
                 self._changed.wait()
@@ -298,8 +300,16 @@ class Staging:
         """Keep the items that this rank is to write, and release the memory of the other items."""
         with self._changed:
             self._wanted = names
-            for name in self._staged.keys() - names:
-                self._ring.release(self._staged.pop(name)[1])
+            unwanted = [self._staged.pop(name) for name in self._staged.keys() - names]
+        for staged in unwanted:
+            self._drop(staged)
+
+    def _drop(self, staged: tuple[Staged, int, torch.cuda.Event | None]) -> None:
+        """Release the memory of an item, but not while a GPU still copies into it."""
+        _, offset, event = staged
+        if event is not None:
+            wait_for(event)
+        self._ring.release(offset)
 
     def job(self, name: str, settled: Settled) -> StagedJob:
         """Wait until an item is staged, and return its job.
@@ -313,8 +323,7 @@ class Staging:
                     raise self._failure
                 self._changed.wait()
             staged, offset, event = self._staged.pop(name)
-        if event is not None:
-            event.synchronize()
+        self.reads.wait(event)
         item = self._items.get(name) or self._behind[name]
         if settled and isinstance(item, RowsItem):
             staged = with_encoding(staged, item.encoding.settled(settled))
@@ -322,11 +331,11 @@ class Staging:
 
     def _publish(self, name: str, staged: tuple[Staged, int, torch.cuda.Event | None]) -> None:
         with self._changed:
-            if self._wanted is not None and name not in self._wanted:
-                self._ring.release(staged[1])
+            if self._wanted is None or name in self._wanted:
+                self._staged[name] = staged
+                self._changed.notify_all()
                 return
-            self._staged[name] = staged
-            self._changed.notify_all()
+        self._drop(staged)
 
     def _place(
         self, name: str, item: RowsItem | BlockItem | ChunkItem, when_full: Callable[[], None]
@@ -368,25 +377,3 @@ class Staging:
             at += length
         staged = StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,)))
         return lambda: staged, offset
-
-    @contextmanager
-    def _stream(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
-        """Queue copies from a GPU on a side stream; ``read`` is recorded after all of them. Yields
-        a function that records the event for which the background waits.
-        """
-        devices = self._devices - {torch.device("cpu")}
-        if not devices:
-            yield lambda: None
-            return
-        (device,) = devices
-        side, training = _side_stream(device), torch.cuda.current_stream(device)
-        side.wait_stream(training)
-        with torch.cuda.stream(side):
-            yield side.record_event
-            self.read = side.record_event()
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all checkpoints: CUDA's allocator keeps a pool for each stream."""
-    return torch.cuda.Stream(device)

@@ -1,0 +1,177 @@
+"""Order copies of rows out of a GPU, which are made while training goes on, among other streams.
+
+A cut only queues these copies, on a stream of their own. Training's next update waits for them; a
+write by hand that comes earlier waits for nothing, and FBGEMM prefetches rows into a cache on yet
+another stream. Version counters tell of the former, and the latter is made to wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from torchrec_checknrun.errors import SaveFailed
+
+_CPU = torch.device("cpu")
+
+
+class Watched(Protocol):
+    """A watch on tables whose rows are copied, see ``WriteWatch``."""
+
+    reads: GpuReads | None
+
+    def is_written(self) -> bool:
+        """Tell whether the tables were written, not announced, since last seen."""
+
+    def spoil(self) -> None:
+        """Fail the copies because of such a write."""
+
+
+class GpuReads:
+    """The copies of one checkpoint's rows out of a GPU.
+
+    The training thread queues them and names the tables that may be written before the copies are
+    made; the background waits for copies, and looks each time for such writes.
+
+    Args:
+        devices: of the tables.
+
+    Attributes:
+        done: recorded once all copies are queued; None before that, and without any.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        (self._device,) = {*devices} - {_CPU} or {None}
+        self.done: torch.cuda.Event | None = None
+        self._watches: list[Watched] = []
+        self._failure: SaveFailed | None = None
+        self._made = self._over = False
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def queued(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
+        """Queue the block's copies on a side stream. Yields a function that records the event for
+        which the background waits.
+        """
+        if self._device is None:
+            yield lambda: None
+            return
+        side, training = _side_stream(self._device), torch.cuda.current_stream(self._device)
+        side.wait_stream(training)
+        with torch.cuda.stream(side):
+            try:
+                yield side.record_event
+            finally:  # copies that were queued before an error are made as well
+                self.done = side.record_event()
+
+    def watch(self, watch: Watched) -> None:
+        """Look for writes to tables that training may change, unordered, from now on."""
+        with self._lock:
+            if not (self._over or watch.reads is self):
+                self._watches.append(watch)
+                watch.reads = self
+
+    def fail(self, error: SaveFailed) -> bool:
+        """Fail the copies, unless all were made before; return whether they failed."""
+        with self._lock:
+            if not self._over:
+                self._failure = self._failure or error
+            return not self._over
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Wait for the copies before an event, then look for writes; in the background.
+
+        Raises:
+            SaveFailed: a table was written by hand before its rows were copied.
+        """
+        if event is not None:
+            wait_for(event)
+            self._look()
+
+    def finish(self) -> None:
+        """Look for writes a last time, once each copy that is wanted was waited for.
+
+        Raises:
+            SaveFailed: see ``wait``.
+        """
+        self._look()
+        self.end()
+
+    def let_go(self, watch: Watched) -> None:
+        """Wait for all copies, so that a watch's tables may be overwritten; in training's thread."""
+        if self.done is not None:
+            wait_for(self.done)
+        if watch.is_written():
+            watch.spoil()
+        with self._lock:
+            self._watches = [each for each in self._watches if each is not watch]
+        watch.reads = None
+
+    def end(self) -> None:
+        """Look for writes no more: all copies were made, or nobody wants them; idempotent."""
+        with self._lock:
+            self._over = True
+            watches, self._watches = self._watches, []
+        for watch in watches:
+            if watch.reads is self:
+                watch.reads = None
+
+    def _look(self) -> None:
+        made = self.done is not None and self.done.query()  # before the look
+        for watch in list(self._watches):
+            if watch.is_written():
+                watch.spoil()
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            # PyTorch counts a write once that is queued: only the look after the next is sure.
+            over, self._made = self._made, made
+        if over:
+            self.end()
+
+
+def wait_for(event: torch.cuda.Event) -> None:
+    """Wait for an event, in any thread.
+
+    A thread begins on the first GPU, where another rank's tables are: to wait there would take
+    memory for a context.
+    """
+    with torch.cuda.device(event.device):
+        event.synchronize()
+
+
+@contextmanager
+def apart_from_prefetches(tbe: Any) -> Iterator[None]:
+    """Keep the block's work on the current stream apart from prefetches into a kernel's cache, which
+    a pipeline queues on a stream of its own.
+
+    Args:
+        tbe: FBGEMM's module.
+    """
+    stream = prefetch_stream(tbe)
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    current.wait_stream(stream)
+    try:
+        yield
+    finally:
+        stream.wait_stream(current)
+
+
+def prefetch_stream(tbe: Any) -> torch.cuda.Stream | None:
+    """Return the stream on which a pipeline prefetches rows; None without any."""
+    found: torch.cuda.Stream | None = getattr(tbe, "prefetch_stream", None)
+    return found
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for all checkpoints: CUDA's allocator keeps a pool for each stream."""
+    return torch.cuda.Stream(device)
