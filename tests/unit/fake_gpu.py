@@ -112,7 +112,8 @@ class Event:
 
     def synchronize(self) -> None:
         self._gpu.synchronized.append(self._gpu.device)
-        self._gpu.may_wait.wait(60)
+        if threading.current_thread() is not threading.main_thread():
+            self._gpu.may_wait.wait(60)
         if self._gpu.broken is not None:
             raise self._gpu.broken
         self.run()
@@ -123,10 +124,12 @@ class FakeGpu:
 
     Attributes:
         training: training's stream.
-        may_wait: cleared, nobody who waits for an event comes back.
+        may_wait: cleared, no thread but the main one comes back from an event.
         broken, refuses: raised by those who wait for an event; by those who record one.
         pinned: sizes of registered memory by address.
         no_pinned: raised instead of registering memory.
+        streams: all streams but training's.
+        released_early: how often memory was unregistered while copies were on their way.
         waits: streams that were made to wait, each with the event.
         synchronized: devices that were current when somebody waited.
     """
@@ -140,6 +143,8 @@ class FakeGpu:
         self.refuses: Exception | None = None
         self.pinned: dict[int, int] = {}
         self.no_pinned: Exception | None = None
+        self.streams: list[Stream] = []
+        self.released_early = 0
         self.waits: list[tuple[Stream, Event]] = []
         self.synchronized: list[torch.device | None] = []
 
@@ -155,7 +160,7 @@ class FakeGpu:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let nobody who waits for an event come back before the block ends."""
+        """Let no thread of the background come back from an event before the block ends."""
         self.may_wait.clear()
         try:
             yield
@@ -179,12 +184,22 @@ class FakeGpu:
         self.pinned[address] = size
         return 0
 
+    def _unregister(self, address: int) -> int:
+        self.released_early += any(stream.done < stream.queued for stream in self.streams)
+        del self.pinned[address]
+        return 0
+
+    def _stream(self, device: torch.device) -> Stream:
+        assert device == DEVICE
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Take the place of ``torch.cuda``."""
         GpuTensor.gpu = self
         gpu_streams._side_stream.cache_clear()
         for name, value in {
-            "Stream": lambda device=None: Stream(self),
+            "Stream": self._stream,
             "Event": lambda: Event(self),
             "current_stream": lambda device=None: self.current,
             "stream": lambda stream: self._in("stream", stream),
@@ -192,7 +207,7 @@ class FakeGpu:
             "synchronize": lambda device=None: None,
             "check_error": lambda result: None,
             "cudart": lambda: SimpleNamespace(
-                cudaHostRegister=self._register, cudaHostUnregister=self.pinned.pop
+                cudaHostRegister=self._register, cudaHostUnregister=self._unregister
             ),
         }.items():
             patch.setattr(torch.cuda, name, value)

@@ -7,6 +7,7 @@ process can map the same memory through its file descriptor.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 MEMORY_FRACTION = 0.25
@@ -41,6 +44,7 @@ class StagingMemory:
     Attributes:
         descriptor: file descriptor for another process; None if not shared.
         bytes: the memory, ``(size,)`` uint8.
+        filling: recorded once a GPU has made its copies into the memory; None without any.
 
     Raises:
         RuntimeError: the system has no shared memory of this kind.
@@ -66,6 +70,7 @@ class StagingMemory:
             os.ftruncate(descriptor, size)
         self.descriptor = descriptor
         self._pinned = False
+        self.filling: torch.cuda.Event | None = None
         try:
             self._map = self._mapped()
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -89,8 +94,23 @@ class StagingMemory:
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return mapped
 
+    def wait_until_filled(self) -> None:
+        """Wait for a GPU's copies into the memory, of a save that has failed perhaps: they would
+        come into what else is written there.
+
+        Raises:
+            RuntimeError: the GPU has failed.
+        """
+        filling, self.filling = self.filling, None
+        if filling is not None:
+            filling.synchronize()
+
     def close(self) -> None:
         """Release the memory as soon as no reference is left."""
+        try:
+            self.wait_until_filled()
+        except RuntimeError:
+            logger.exception("the GPU has failed, and copies nothing into staging memory any more")
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._pinned = False

@@ -166,6 +166,17 @@ class Staging:
         Raises:
             Exception: an item could not be encoded; ``job`` raises the same error.
         """
+        try:
+            self._run(when_full)
+        finally:
+            self._memory.filling = self.reads.done
+        if self.late is not None:
+            self.late.begin()
+        self._at_cut_done.set()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self, when_full: Callable[[], None]) -> None:
         items, turn = iter(self._items.items()), threading.Lock()
 
         with self.reads.queued() as event:
@@ -199,11 +210,6 @@ class Staging:
             finally:  # all copies must be of this instant
                 for helper in helpers:
                     helper.join()
-        if self.late is not None:
-            self.late.begin()
-        self._at_cut_done.set()
-        if self._failure is not None:
-            raise self._failure
 
     def start_behind(
         self,
