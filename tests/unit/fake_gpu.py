@@ -127,7 +127,8 @@ class FakeGpu:
         may_wait: cleared, no thread but the main one comes back from an event.
         broken, refuses: raised by those who wait for an event; by those who record one.
         pinned: sizes of registered memory by address.
-        no_pinned: raised instead of registering memory.
+        no_pinned: the error of memory that can't be registered.
+        last_error: the error that the next kernel would report.
         streams: all streams but training's.
         released_early: how often memory was unregistered while copies were on their way.
         waits: streams that were made to wait, each with the event.
@@ -143,6 +144,7 @@ class FakeGpu:
         self.refuses: Exception | None = None
         self.pinned: dict[int, int] = {}
         self.no_pinned: Exception | None = None
+        self.last_error: Exception | None = None
         self.streams: list[Stream] = []
         self.released_early = 0
         self.waits: list[tuple[Stream, Event]] = []
@@ -180,9 +182,20 @@ class FakeGpu:
 
     def _register(self, address: int, size: int, flags: int) -> int:
         if self.no_pinned is not None:
-            raise self.no_pinned
+            self.last_error = self.no_pinned
+            return 2
         self.pinned[address] = size
         return 0
+
+    def _check(self, result: int) -> None:
+        if result:
+            assert self.last_error is not None
+            raise self.last_error
+
+    def _launch(self) -> None:
+        error, self.last_error = self.last_error, None
+        if error is not None:
+            raise error
 
     def _unregister(self, address: int) -> int:
         self.released_early += any(stream.done < stream.queued for stream in self.streams)
@@ -205,7 +218,7 @@ class FakeGpu:
             "stream": lambda stream: self._in("stream", stream),
             "device": lambda device: self._in("device", device),
             "synchronize": lambda device=None: None,
-            "check_error": lambda result: None,
+            "check_error": self._check,
             "cudart": lambda: SimpleNamespace(
                 cudaHostRegister=self._register, cudaHostUnregister=self._unregister
             ),
@@ -219,8 +232,9 @@ class FakeGpu:
         make, refer = LocalShard.__post_init__, Kernel._set
 
         def made(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-            if options.get("device") == DEVICE:
+            if options.get("device") in (DEVICE, "cuda"):
                 options["device"] = "cpu"
+                self._launch()
             return zeros(*args, **options)
 
         def moved(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from torchrec_checknrun.model.gpu_streams import wait_for
+
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
@@ -77,10 +79,7 @@ class StagingMemory:
             if made:
                 self.bytes.zero_()
             if pinned:
-                torch.cuda.check_error(
-                    torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
-                )
-                self._pinned = True
+                self._pin()
         except BaseException:
             self.close()  # else the descriptor would keep the pages alive
             raise
@@ -94,6 +93,22 @@ class StagingMemory:
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return mapped
 
+    def _pin(self) -> None:
+        """Register the memory with CUDA."""
+        result = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0)
+        try:
+            torch.cuda.check_error(result)
+        except RuntimeError as error:
+            # CUDA keeps the error, and PyTorch reports it at a thread's next kernel: not training's.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda").add_(1)
+            raise RuntimeError(
+                f"{self.size} bytes of staging memory could not be page-locked for copies from the "
+                f"GPU ({error}): give a smaller memory_budget, or let processes lock more memory "
+                "(ulimit -l, the container's limit)"
+            ) from error
+        self._pinned = True
+
     def wait_until_filled(self) -> None:
         """Wait for a GPU's copies into the memory, of a save that has failed perhaps: they would
         come into what else is written there.
@@ -103,7 +118,7 @@ class StagingMemory:
         """
         filling, self.filling = self.filling, None
         if filling is not None:
-            filling.synchronize()
+            wait_for(filling)
 
     def close(self) -> None:
         """Release the memory as soon as no reference is left."""
