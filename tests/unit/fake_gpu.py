@@ -32,9 +32,7 @@ class GpuTensor(torch.Tensor):
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.copy_ and kwargs.get("non_blocking"):
             into, source = args

@@ -133,14 +133,13 @@ class Layer:
 
         None once they were given up; then nothing is to be released.
         """
-        with self._lock:
-            frozen = self._frozen
-            if frozen is None:
-                return None
-            self._holders += 1
         if self._written is not None:
-            self._written.synchronize()
-        return frozen
+            with torch.cuda.device(self._written.device):  # threads begin on the first one
+                self._written.synchronize()
+        with self._lock:
+            if self._frozen is not None:
+                self._holders += 1
+            return self._frozen
 
     def release(self) -> None:
         """Let go of the frozen bytes: once for each ``hold`` that returned them."""

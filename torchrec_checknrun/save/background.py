@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
-import torch
-
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.manifest import Manifest

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.unit.fake_gpu import DEVICE, FakeGpu, gpu
 from tests.unit.save.test_gpu_copies import Growing, Run

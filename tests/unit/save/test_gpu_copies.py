@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.fake_gpu import DEVICE, FakeGpu, gpu
+from tests.unit.fake_gpu import FakeGpu, gpu
 from tests.unit.tracked_model import TALL, WIDE, make_model, only, table, train
 from torchrec_checknrun import Checkpointer, Consecutive, Quantization
 from torchrec_checknrun.errors import SaveFailed
