@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrec_checknrun.model import gpu_streams
+from torchrec_checknrun.marks import gpu_streams
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.shards import LocalShard
 
@@ -26,10 +26,10 @@ class GpuTensor(torch.Tensor):
     """A tensor of the CPU's memory that says it lies on a GPU."""
 
     gpu: FakeGpu
-    gather: Callable[[], torch.Tensor] | None = None
-    device = property(lambda self: DEVICE)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+    gathered: Callable[[], torch.Tensor] | None = None
+    device = property(lambda self: DEVICE)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,12 +41,12 @@ class GpuTensor(torch.Tensor):
         found = super().__torch_function__(func, types, args, kwargs)
         if func is torch.Tensor.index_select:
             source, rest = args[0], args[1:]
-            found.gather = lambda: source.content().index_select(*rest)
+            found.gathered = lambda: source.content().index_select(*rest)
         return found.as_subclass(torch.Tensor) if func is torch.Tensor.cpu else found
 
     def content(self) -> torch.Tensor:
         """Return what the memory holds just now, as a tensor of the CPU."""
-        return self.as_subclass(torch.Tensor) if self.gather is None else self.gather()
+        return self.as_subclass(torch.Tensor) if self.gathered is None else self.gathered()
 
 
 class Stream:
@@ -118,7 +118,7 @@ class Event:
 
 
 class FakeGpu:
-    """What a test sees and decides.
+    """A GPU, as a test sees and directs it.
 
     Attributes:
         training: training's stream.

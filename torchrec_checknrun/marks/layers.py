@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchrec_checknrun.marks.gpu_streams import wait_for
 from torchrec_checknrun.row_sets import RowSet
 
 
@@ -134,8 +135,7 @@ class Layer:
         None once they were given up; then nothing is to be released.
         """
         if self._written is not None:
-            with torch.cuda.device(self._written.device):  # threads begin on the first one
-                self._written.synchronize()
+            wait_for(self._written)
         with self._lock:
             if self._frozen is not None:
                 self._holders += 1

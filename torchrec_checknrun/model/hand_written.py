@@ -20,9 +20,9 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.marks.gpu_streams import GpuReads, apart_from_prefetches, prefetch_stream
 from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.marks.row_copies import KernelCopies
-from torchrec_checknrun.model.gpu_streams import GpuReads, prefetch_stream
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.stepped_tables import SteppedTables
 from torchrec_checknrun.ranks import listed
@@ -239,13 +239,25 @@ class WriteWatch:
         """Write rows in the GPU cache back to memory, and find the memory again."""
         if self.kernel.data_parallel:
             self.kernel.optimizers.find()
-        if all(marks.device.type == "cpu" for marks in self.marks):  # no cache to write
+        if self._on_cpu:  # no cache to write
             self.check()
             self.kernel.flush()
             return
         self.before_change()
-        with announced([self.kernel.module]):
+        with announced([self.kernel.module]), apart_from_prefetches(self.kernel.module._emb_module):
             self.kernel.flush()
+
+    def purge(self) -> None:
+        """Drop rows in the GPU cache after the memory was written, lest stale ones win."""
+        if self._on_cpu:
+            self.kernel.purge()
+            return
+        with apart_from_prefetches(self.kernel.module._emb_module):
+            self.kernel.purge()
+
+    @property
+    def _on_cpu(self) -> bool:
+        return all(marks.device.type == "cpu" for marks in self.marks)
 
     def _look(self) -> _Look:
         if self.kernel.data_parallel:

@@ -33,7 +33,6 @@ from torchrec.distributed.types import ShardingEnv2D
 
 from torchrec_checknrun.dense.optimizers import DenseOptimizers, row_states, state_of
 from torchrec_checknrun.errors import UnsupportedTable
-from torchrec_checknrun.model.gpu_streams import apart_from_prefetches
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
 FUSED = (BatchedFusedEmbeddingBag, BatchedFusedEmbedding)
@@ -148,8 +147,7 @@ class Kernel:
 
         The memory may have moved (``model.to``, say).
         """
-        with apart_from_prefetches(self.module._emb_module):
-            self.module.flush()
+        self.module.flush()
         if not self.data_parallel:
             memory = self.memory()
             if memory is not self._in_shards:
@@ -215,8 +213,7 @@ class Kernel:
 
     def purge(self) -> None:
         """Drop cached rows after the shards' memory was written, lest stale ones win."""
-        with apart_from_prefetches(self.module._emb_module):
-            self.module.purge()
+        self.module.purge()
 
 
 def find_kernels(

@@ -22,7 +22,7 @@ from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.marks.cuts import Cut
-from torchrec_checknrun.model.gpu_streams import GpuReads
+from torchrec_checknrun.marks.gpu_streams import GpuReads
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.lineage import Proposal
@@ -263,7 +263,8 @@ class Background:
         try:
             staging.run(start)
         finally:
-            _keep_until_read(snapshot, staging.reads)
+            if staging.reads is not None:
+                _keep_until_read(snapshot, staging.reads)
         if save.rows is not None:
             save.rows.protect()
         save.progress.lap("states and tables copied", save.begun)

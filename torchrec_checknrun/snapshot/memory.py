@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from torchrec_checknrun.model.gpu_streams import wait_for
+from torchrec_checknrun.marks.gpu_streams import wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class StagingMemory:
         try:
             torch.cuda.check_error(result)
         except RuntimeError as error:
-            # CUDA keeps the error, and PyTorch reports it at a thread's next kernel: not training's.
+            # CUDA keeps the error, and PyTorch reports it at the next kernel: not at training's.
             with suppress(RuntimeError):
                 torch.zeros(1, device="cuda").add_(1)
             raise RuntimeError(

@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import torch
 
 from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.format.chunk import Entry
-from torchrec_checknrun.model.gpu_streams import GpuReads, wait_for
+from torchrec_checknrun.marks.gpu_streams import GpuReads, wait_for
 from torchrec_checknrun.snapshot.cut_rows import CutRows
 from torchrec_checknrun.snapshot.digest import Digest, joint_digest
 from torchrec_checknrun.snapshot.encoded_at_cut import copied_size, idle_threads
@@ -54,7 +54,7 @@ class Staging:
 
     Attributes:
         reads: the copies from a GPU, for which the streams of training must wait before they change
-            what is copied.
+            what is copied; None without any.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Staging:
             for item in items.by_name.values()
             if isinstance(item, RowsItem)
         }
-        self.reads = GpuReads(self._devices)
+        gpus = self._devices - {torch.device("cpu")}
+        self.reads = GpuReads(*gpus) if gpus else None
         # Copies from a GPU need no processor; copies from CPU tables may use all idle ones. Without
         # rows there is too little to copy.
         self._helpers = idle_threads() if self._devices == {torch.device("cpu")} else 0
@@ -169,7 +170,8 @@ class Staging:
         try:
             self._run(when_full)
         finally:
-            self._memory.filling = self.reads.done
+            if self.reads is not None:
+                self._memory.filling = self.reads.done
         if self.late is not None:
             self.late.begin()
         self._at_cut_done.set()
@@ -179,7 +181,7 @@ class Staging:
     def _run(self, when_full: Callable[[], None]) -> None:
         items, turn = iter(self._items.items()), threading.Lock()
 
-        with self.reads.queued() as event:
+        with self._queued() as event:
 
             def work() -> None:
                 try:
@@ -295,7 +297,8 @@ class Staging:
             if name in left:
                 left.discard(name)
                 yield self.job(name, settled)
-        self.reads.finish()
+        if self.reads is not None:
+            self.reads.finish()
         with self._changed:  # the last check of the copies comes after the last copy
             while not self._behind_done:
                 self._changed.wait()
@@ -329,7 +332,9 @@ class Staging:
                     raise self._failure
                 self._changed.wait()
             staged, offset, event = self._staged.pop(name)
-        self.reads.wait(event)
+        if event is not None:
+            assert self.reads is not None
+            self.reads.wait(event)
         item = self._items.get(name) or self._behind[name]
         if settled and isinstance(item, RowsItem):
             staged = with_encoding(staged, item.encoding.settled(settled))
@@ -383,3 +388,7 @@ class Staging:
             at += length
         staged = StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,)))
         return lambda: staged, offset
+
+    def _queued(self) -> AbstractContextManager[Callable[[], torch.cuda.Event | None]]:
+        """Queue the block's copies from a GPU; see ``GpuReads.queued``."""
+        return nullcontext(lambda: None) if self.reads is None else self.reads.queued()

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from torchrec_checknrun.errors import SaveFailed
-
-_CPU = torch.device("cpu")
 
 
 class Watched(Protocol):
@@ -39,14 +37,14 @@ class GpuReads:
     made; the background waits for copies, and looks each time for such writes.
 
     Args:
-        devices: of the tables.
+        device: the GPU.
 
     Attributes:
         done: recorded once all copies are queued; None before that, and without any.
     """
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        (self._device,) = {*devices} - {_CPU} or {None}
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.done: torch.cuda.Event | None = None
         self._watches: list[Watched] = []
         self._failure: SaveFailed | None = None
@@ -54,13 +52,10 @@ class GpuReads:
         self._lock = threading.Lock()
 
     @contextmanager
-    def queued(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
+    def queued(self) -> Iterator[Callable[[], torch.cuda.Event]]:
         """Queue the block's copies on a side stream. Yields a function that records the event for
         which the background waits.
         """
-        if self._device is None:
-            yield lambda: None
-            return
         side, training = _side_stream(self._device), torch.cuda.current_stream(self._device)
         side.wait_stream(training)
         with torch.cuda.stream(side):
@@ -83,15 +78,14 @@ class GpuReads:
                 self._failure = self._failure or error
             return not self._over
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait(self, event: torch.cuda.Event) -> None:
         """Wait for the copies before an event, then look for writes; in the background.
 
         Raises:
             SaveFailed: a table was written by hand before its rows were copied.
         """
-        if event is not None:
-            wait_for(event)
-            self._look()
+        wait_for(event)
+        self._look()
 
     def finish(self) -> None:
         """Look for writes a last time, once each copy that is wanted was waited for.
@@ -103,7 +97,7 @@ class GpuReads:
         self.end()
 
     def let_go(self, watch: Watched) -> None:
-        """Wait for all copies, so that a watch's tables may be overwritten; in training's thread."""
+        """Wait for all copies, so that tables may be overwritten; in training's thread."""
         if self.done is not None:
             wait_for(self.done)
         if watch.is_written():
@@ -147,8 +141,8 @@ def wait_for(event: torch.cuda.Event) -> None:
 
 @contextmanager
 def apart_from_prefetches(tbe: Any) -> Iterator[None]:
-    """Keep the block's work on the current stream apart from prefetches into a kernel's cache, which
-    a pipeline queues on a stream of its own.
+    """Keep the block's work on the current stream apart from prefetches into a kernel's cache,
+    which a pipeline queues on a stream of its own.
 
     Args:
         tbe: FBGEMM's module.
