@@ -1,8 +1,8 @@
 """Order copies of rows out of a GPU, which are made while training goes on, among other streams.
 
 A cut only queues these copies, on a stream of their own. Training's next update waits for them; a
-write by hand that comes earlier waits for nothing, and FBGEMM prefetches rows into a cache on yet
-another stream. Version counters tell of the former, and the latter is made to wait.
+write by hand that comes earlier waits for nothing, but version counters tell of it. Pipelines look
+rows up, update them and prefetch them into a cache on streams that nobody else waits for.
 """
 
 from __future__ import annotations
@@ -139,30 +139,53 @@ def wait_for(event: torch.cuda.Event) -> None:
         event.synchronize()
 
 
-@contextmanager
-def apart_from_prefetches(tbe: Any) -> Iterator[None]:
-    """Keep the block's work on the current stream apart from prefetches into a kernel's cache,
-    which a pipeline queues on a stream of its own.
+class KernelStreams:
+    """The streams on which a pipeline has a kernel on a GPU look rows up, update and prefetch them.
 
     Args:
-        tbe: FBGEMM's module.
+        device: of the kernel's tables.
+        kernel: has TorchRec's module around FBGEMM's, which knows the stream of prefetches.
     """
-    stream = prefetch_stream(tbe)
-    if stream is None:
-        yield
-        return
-    current = torch.cuda.current_stream(stream.device)
-    current.wait_stream(stream)
-    try:
-        yield
-    finally:
-        stream.wait_stream(current)
 
+    def __init__(self, device: torch.device, kernel: Any) -> None:
+        self._device = device
+        self._kernel = kernel
+        self._seen: set[torch.cuda.Stream] = set()
 
-def prefetch_stream(tbe: Any) -> torch.cuda.Stream | None:
-    """Return the stream on which a pipeline prefetches rows; None without any."""
-    found: torch.cuda.Stream | None = getattr(tbe, "prefetch_stream", None)
-    return found
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out streams, which can't be copied as models are."""
+        return {**vars(self), "_seen": set()}
+
+    def note(self) -> None:
+        """Remember the current stream, on which rows are about to be updated."""
+        self._seen.add(torch.cuda.current_stream(self._device))
+
+    def join(self) -> None:
+        """Have the current stream wait for all that the kernel is about to do to rows and marks."""
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._others(current):
+            current.wait_stream(stream)
+
+    def wait_event(self, event: torch.cuda.Event) -> None:
+        """Have all streams wait for an event, the current one included."""
+        current = torch.cuda.current_stream(self._device)
+        for stream in (current, *self._others(current)):
+            stream.wait_event(event)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keep the block's work on the current stream apart from the kernel's on other ones."""
+        self.join()
+        try:
+            yield
+        finally:
+            current = torch.cuda.current_stream(self._device)
+            for stream in self._others(current):
+                stream.wait_stream(current)
+
+    def _others(self, current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+        prefetching = getattr(self._kernel.module._emb_module, "prefetch_stream", None)
+        return [each for each in {*self._seen, prefetching} if each not in (None, current)]
 
 
 @functools.cache

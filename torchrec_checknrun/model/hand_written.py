@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.marks.gpu_streams import GpuReads, apart_from_prefetches, prefetch_stream
+from torchrec_checknrun.marks.gpu_streams import GpuReads, KernelStreams
 from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.marks.row_copies import KernelCopies
 from torchrec_checknrun.model.kernels import Kernel
@@ -86,6 +86,7 @@ class WriteWatch:
         late: makes copies of the tables as a whole for a checkpoint in progress, before a change.
         journal: keeps rows before they change, in case the process dies; None without images.
         read: recorded on a GPU once the rows of a checkpoint are copied out of it.
+        streams: the streams on which the kernel works; None on a CPU.
         reads: copies rows out of a GPU for a checkpoint in progress; as ``copies``, look once.
         spoils: whether such a write has come while rows were being copied.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
@@ -106,6 +107,8 @@ class WriteWatch:
         self.spoils = False
         self.read: torch.cuda.Event | None = None
         self.reads: GpuReads | None = None
+        device = next((each.device for each in marks if each.device.type != "cpu"), None)
+        self.streams = None if device is None else KernelStreams(device, kernel)
         self.late: Callable[[], object] | None = None
         self._warned = False
         self.warns = False
@@ -119,6 +122,8 @@ class WriteWatch:
 
     def check(self) -> None:
         """Mark all rows, for every consumer, if the memory was written since last seen."""
+        if self.streams is not None:
+            self.streams.join()
         if self._announced:
             return
         now = self._look()
@@ -214,10 +219,13 @@ class WriteWatch:
             self.read = reads.done
             reads.watch(self)
             return
-        torch.cuda.current_stream(self.marks[0].device).wait_event(reads.done)
-        prefetching = prefetch_stream(self.kernel.module._emb_module)
-        if prefetching is not None:
-            prefetching.wait_event(reads.done)
+        if self.streams is not None:
+            self.streams.wait_event(reads.done)
+
+    def note_stream(self) -> None:
+        """Hear that the kernel is about to update rows on the current stream."""
+        if self.streams is not None:
+            self.streams.note()
 
     def before_overwriting(self) -> None:
         """Wait until all rows are saved for the checkpoint in progress."""
@@ -239,25 +247,21 @@ class WriteWatch:
         """Write rows in the GPU cache back to memory, and find the memory again."""
         if self.kernel.data_parallel:
             self.kernel.optimizers.find()
-        if self._on_cpu:  # no cache to write
+        if self.streams is None:  # no cache to write
             self.check()
             self.kernel.flush()
             return
         self.before_change()
-        with announced([self.kernel.module]), apart_from_prefetches(self.kernel.module._emb_module):
+        with announced([self.kernel.module]), self.streams.apart():
             self.kernel.flush()
 
     def purge(self) -> None:
         """Drop rows in the GPU cache after the memory was written, lest stale ones win."""
-        if self._on_cpu:
+        if self.streams is None:
             self.kernel.purge()
             return
-        with apart_from_prefetches(self.kernel.module._emb_module):
+        with self.streams.apart():
             self.kernel.purge()
-
-    @property
-    def _on_cpu(self) -> bool:
-        return all(marks.device.type == "cpu" for marks in self.marks)
 
     def _look(self) -> _Look:
         if self.kernel.data_parallel:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.unit.fake_gpu import DEVICE, FakeGpu, GpuTensor, Stream, gpu
-from tests.unit.tracked_model import TALL, make_model, only
+from tests.unit.tracked_model import TALL, make_model, only, train
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.gpu_streams import GpuReads
 from torchrec_checknrun.marks.layers import Layer
@@ -70,6 +71,48 @@ def test_prefetches_wait_until_rows_are_copied(gpu: FakeGpu, prefetched: Prefetc
     done: Any = reads.done
     assert gpu.waits[before:] == [(gpu.training, done), (prefetched.stream, done)]
     assert watch.reads is None  # nobody can write before the copies are made
+
+
+# Updates on other streams
+
+
+def test_a_cut_waits_for_updates_on_another_stream(gpu: FakeGpu) -> None:
+    """The update of rows, and the marks that tell of it, are queued where the lookup was."""
+    model = make_model()
+    tracked = track(model)
+    lookups = Stream(gpu)
+    with torch.cuda.stream(cast("Any", lookups)):
+        train(model, a=[[1]], shared=[[2]], b=[[3]])
+    lookups.queue(lambda: None)
+    tracked.refresh()
+    assert lookups.done == lookups.queued
+    watch, reads = only(tracked, TALL).writes, GpuReads(DEVICE)
+    with reads.queued():
+        pass
+    watch.spoils = True  # so that training is to wait at once
+    watch.follow(reads)
+    done: Any = reads.done
+    assert (lookups, done) in gpu.waits
+    tracked.close()
+
+
+class Uncopied(Stream):
+    """A stream that can't be copied, as CUDA's."""
+
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle a stream")
+
+
+def test_a_model_with_such_streams_can_be_copied(gpu: FakeGpu) -> None:
+    model = make_model()
+    tracked = track(model)
+    with torch.cuda.stream(cast("Any", Uncopied(gpu))):
+        train(model, a=[[1]], shared=[[2]], b=[[3]])
+    watch = only(tracked, TALL).writes
+    assert watch.streams is not None
+    copied = copy.deepcopy({"streams": watch.streams}, {id(watch.kernel): watch.kernel})
+    copied["streams"].join()
+    tracked.close()
 
 
 # Copies
