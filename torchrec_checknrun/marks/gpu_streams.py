@@ -139,6 +139,14 @@ def wait_for(event: torch.cuda.Event) -> None:
         event.synchronize()
 
 
+def keep_until_used(tensor: torch.Tensor) -> None:
+    """Keep a tensor's memory, once freed, from other tensors of the stream on which it was made,
+    until the current stream has used it.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class KernelStreams:
     """The streams on which a pipeline has a kernel on a GPU look rows up, update and prefetch them.
 

@@ -14,6 +14,7 @@ from tests.unit.tracked_model import TALL, make_model, only, train
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.gpu_streams import GpuReads
 from torchrec_checknrun.marks.layers import Layer
+from torchrec_checknrun.marks.marks import Marks, PendingRows
 from torchrec_checknrun.tracking import track
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -207,3 +208,23 @@ def test_marks_are_awaited_on_their_device(gpu: FakeGpu) -> None:
     layer = Layer(4, torch.ones(5, dtype=torch.uint8).as_subclass(GpuTensor))
     assert layer.hold() is not None
     assert gpu.synchronized == [DEVICE]
+
+
+@pytest.mark.parametrize("passes", [1, 5000])
+def test_pending_rows_are_kept_until_they_are_marked(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """Gather ids on the lookup's stream, whose next tensors take their memory; mark at the step."""
+    kept: list[tuple[int, Any]] = []
+    monkeypatch.setattr(
+        GpuTensor, "record_stream", lambda ids, stream: kept.append((ids.data_ptr(), stream))
+    )
+    pending = PendingRows(Marks(4, DEVICE))
+    lookups, ids = Stream(gpu), torch.tensor([1, 3]).as_subclass(GpuTensor)
+    with torch.cuda.stream(cast("Any", lookups)):
+        for _ in range(passes):
+            pending.add(ids)
+    assert all(stream is lookups for _, stream in kept)
+    before = len(kept)
+    pending.mark()
+    assert (ids.data_ptr(), gpu.training) in kept[before:]
