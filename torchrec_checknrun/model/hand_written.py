@@ -122,8 +122,8 @@ class WriteWatch:
 
     def check(self) -> None:
         """Mark all rows, for every consumer, if the memory was written since last seen."""
-        if self.streams is not None:
-            self.streams.join()
+        if self.streams is not None and not self.kernel.data_parallel:
+            self.streams.join()  # a dense optimizer's own stream has waited for the gradients
         if self._announced:
             return
         now = self._look()
