@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchrec_checknrun.marks.gpu_streams import wait_for
 from torchrec_checknrun.row_sets import RowSet
 
 
@@ -133,14 +134,12 @@ class Layer:
 
         None once they were given up; then nothing is to be released.
         """
-        with self._lock:
-            frozen = self._frozen
-            if frozen is None:
-                return None
-            self._holders += 1
         if self._written is not None:
-            self._written.synchronize()
-        return frozen
+            wait_for(self._written)
+        with self._lock:
+            if self._frozen is not None:
+                self._holders += 1
+            return self._frozen
 
     def release(self) -> None:
         """Let go of the frozen bytes: once for each ``hold`` that returned them."""

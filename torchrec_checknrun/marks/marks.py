@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchrec_checknrun.marks.gpu_streams import keep_until_used
 from torchrec_checknrun.marks.intervals import KeptMarks
 from torchrec_checknrun.marks.layers import NAMED, Consumer, Fate, Layer, Selected, Share, add_rows
 from torchrec_checknrun.row_sets import RowSet
@@ -337,10 +338,12 @@ class PendingRows:
             if self._marks.kept is not None:
                 self._marks.kept.add(self._many.live != 0)
             self._marks.live.bitwise_or_(self._many.live)
+            keep_until_used(self._many.live)
             self._many = None
         self._mark_into(self._marks)
 
     def _mark_into(self, marks: Marks) -> None:
         for ids in self._ids:
             marks.mark(ids)
+            keep_until_used(ids)
         self._ids, self._count = [], 0

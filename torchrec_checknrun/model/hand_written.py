@@ -20,6 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.marks.gpu_streams import GpuReads, KernelStreams
 from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.marks.row_copies import KernelCopies
 from torchrec_checknrun.model.kernels import Kernel
@@ -85,6 +86,8 @@ class WriteWatch:
         late: makes copies of the tables as a whole for a checkpoint in progress, before a change.
         journal: keeps rows before they change, in case the process dies; None without images.
         read: recorded on a GPU once the rows of a checkpoint are copied out of it.
+        streams: the streams on which the kernel works; None on a CPU.
+        reads: copies rows out of a GPU for a checkpoint in progress; as ``copies``, look once.
         spoils: whether such a write has come while rows were being copied.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
             then the next checkpoint holds all rows anyway.
@@ -103,6 +106,9 @@ class WriteWatch:
         self.journal: Journal | None = None
         self.spoils = False
         self.read: torch.cuda.Event | None = None
+        self.reads: GpuReads | None = None
+        device = next((each.device for each in marks if each.device.type != "cpu"), None)
+        self.streams = None if device is None else KernelStreams(device, kernel)
         self.late: Callable[[], object] | None = None
         self._warned = False
         self.warns = False
@@ -116,6 +122,8 @@ class WriteWatch:
 
     def check(self) -> None:
         """Mark all rows, for every consumer, if the memory was written since last seen."""
+        if self.streams is not None and not self.kernel.data_parallel:
+            self.streams.join()  # a dense optimizer's own stream has waited for the gradients
         if self._announced:
             return
         now = self._look()
@@ -152,7 +160,9 @@ class WriteWatch:
 
         The kernel's rows are copied at the cut from now on, lest every checkpoint fail.
         """
-        copies = self.copies
+        copies, reads = self.copies, self.reads
+        if reads is not None and reads.fail(self.written_outside()):
+            self.spoils = True
         if copies is None or copies.copies.over:
             return
         self.spoils = True
@@ -199,10 +209,30 @@ class WriteWatch:
             if self.read.query():
                 self.read = None
 
+    def follow(self, reads: GpuReads) -> None:
+        """Have training's streams wait for copies of the tables from a GPU: at the first update,
+        where that is all that changes them; or now, as after a write by hand that came before.
+        """
+        if reads.done is None:
+            return
+        if self.kernel.changes_in_backward_only and not self.spoils:
+            self.read = reads.done
+            reads.watch(self)
+            return
+        if self.streams is not None:
+            self.streams.wait_event(reads.done)
+
+    def note_stream(self) -> None:
+        """Hear that the kernel is about to update rows on the current stream."""
+        if self.streams is not None:
+            self.streams.note()
+
     def before_overwriting(self) -> None:
         """Wait until all rows are saved for the checkpoint in progress."""
         self.before_change()
-        copies = self.copies
+        copies, reads = self.copies, self.reads
+        if reads is not None:
+            reads.let_go(self)
         if copies is not None:
             copies.copies.wait_until_over()
         if self.journal is not None:
@@ -217,13 +247,21 @@ class WriteWatch:
         """Write rows in the GPU cache back to memory, and find the memory again."""
         if self.kernel.data_parallel:
             self.kernel.optimizers.find()
-        if all(marks.device.type == "cpu" for marks in self.marks):  # no cache to write
+        if self.streams is None:  # no cache to write
             self.check()
             self.kernel.flush()
             return
         self.before_change()
-        with announced([self.kernel.module]):
+        with announced([self.kernel.module]), self.streams.apart():
             self.kernel.flush()
+
+    def purge(self) -> None:
+        """Drop rows in the GPU cache after the memory was written, lest stale ones win."""
+        if self.streams is None:
+            self.kernel.purge()
+            return
+        with self.streams.apart():
+            self.kernel.purge()
 
     def _look(self) -> _Look:
         if self.kernel.data_parallel:

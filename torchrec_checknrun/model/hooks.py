@@ -69,6 +69,7 @@ class KernelHook:
         self, module: nn.Module, args: tuple[KeyedJaggedTensor, ...], out: torch.Tensor
     ) -> None:
         if self.kernel.touches_other_rows and self.kernel.module._emb_module.training:
+            self.writes.note_stream()
             self._mark_whole()  # the forward pass updates moving averages, even without a gradient
         if self.writes.journal is not None:
             self.writes.check()  # early: rows written by hand must not be taken for a step's
@@ -89,6 +90,7 @@ class KernelHook:
         out.register_hook(at_backward)
 
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
+        self.writes.note_stream()
         if self.kernel.touches_other_rows:
             self._mark_whole()
             return

@@ -227,8 +227,8 @@ class TrackedModel(TrackedTables):
 
     def purge(self) -> None:
         """Drop the rows in GPU caches, after the shards' memory was written."""
-        for kernel in self._kernels():
-            kernel.purge()
+        for hook in self._hooks:
+            hook.writes.purge()
 
     def check_writes(self) -> None:
         """Mark the rows of tables that were written by hand, for all trackers of the kernels."""

@@ -151,7 +151,7 @@ class TrackedShard:
         with announced([self._kernel.module]):
             self.mark(ids, everywhere=True)  # before the write: no row is written unmarked
             self.local.scatter(Rows(ids, weight, states))
-        self._kernel.purge()
+        self.writes.purge()
 
     def _watches(self) -> list[WriteWatch]:
         """Return all trackers' watches on the shard's kernel."""

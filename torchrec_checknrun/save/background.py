@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
-import torch
-
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.marks.cuts import Cut
+from torchrec_checknrun.marks.gpu_streams import GpuReads
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.lineage import Proposal
@@ -264,7 +263,8 @@ class Background:
         try:
             staging.run(start)
         finally:
-            _keep_until_read(snapshot, staging.read)
+            if staging.reads is not None:
+                _keep_until_read(snapshot, staging.reads)
         if save.rows is not None:
             save.rows.protect()
         save.progress.lap("states and tables copied", save.begun)
@@ -368,19 +368,12 @@ class Background:
             ring.abort()  # wakes a training thread that still stages
 
 
-def _keep_until_read(snapshot: Snapshot, read: torch.cuda.Event | None) -> None:
-    """Have training's stream wait for copies from a GPU: at the first update, where that is all
-    that changes a table's memory, or now.
-    """
-    if read is None:
-        return
+def _keep_until_read(snapshot: Snapshot, reads: GpuReads) -> None:
+    """Have training wait for copies from a GPU before the memory changes."""
     for shard in snapshot.shards:
         assert shard.tracked is not None
-        watch = shard.tracked.writes
-        if shard.shard.weight.is_cuda and watch.kernel.changes_in_backward_only:
-            watch.read = read
-        elif shard.shard.weight.is_cuda:
-            torch.cuda.current_stream(shard.shard.weight.device).wait_event(read)
+        if shard.shard.weight.is_cuda:
+            shard.tracked.writes.follow(reads)
 
 
 def _consolidate(save: Save) -> None:

@@ -26,7 +26,7 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.shards import LocalShard, Rectangle
-from torchrec_checknrun.snapshot.snapshot import Snapshot, own_range
+from torchrec_checknrun.snapshot.snapshot import ShardSnapshot, Snapshot, own_range
 
 REFERENCE_SHARES = 2
 """Default memory for references, in default budgets for saves: half of the free memory."""
@@ -129,27 +129,28 @@ class HeldReferences:
         base = proposal.header.parent is None
         found: dict[_Key, References] = {}
         rates: dict[str, float] = {} if base else dict(self._rates)
-        encodings = [_encoding_of(each.shard, quantization) for each in snapshot.shards]
-        for each, encoding in zip(snapshot.shards, encodings, strict=True):
-            codec, kind = encoding.codec, _Kind.of(each.shard, encoding)
-            clock = snapshot.progress.get(each.shard.table)
+        bound: list[tuple[ShardSnapshot, References | None]] = []
+        for each in snapshot.shards:
+            shard, encoding = each.shard, _encoding_of(each.shard, quantization)
+            codec, kind, references = encoding.codec, _Kind.of(shard, encoding), None
+            clock = snapshot.progress.get(shard.table)
             if isinstance(codec, Fisher) and clock is not None and clock.learning_rate:
-                rates[each.shard.table] = max(rates.get(each.shard.table, 0.0), clock.learning_rate)
-            if kind is not None and each.shard.rectangle.area:
-                key = each.shard.table, each.shard.rectangle
+                rates[shard.table] = max(rates.get(shard.table, 0.0), clock.learning_rate)
+            if kind is not None and shard.rectangle.area:
+                key = shard.table, shard.rectangle
                 known = self._held.get(key)
-                assert base or kind.fits(known), f"{each.shard} has no such references"
-                found[key] = known if known and kind.fits(known) else kind.make(*key)
+                assert base or kind.fits(known), f"{shard} has no such references"
+                references = found[key] = known if known and kind.fits(known) else kind.make(*key)
+            if isinstance(codec, (Fisher, Chained)):
+                bound.append((each, references))
         self._rates, self._held = rates, found
         if base:
             self._checkpoint, self._constants = None, {}
-        names = {name: shape.rows for name, shape in snapshot.tables.items()}
-        chained = any(quantization.for_table(name, n).codec.chained for name, n in names.items())
+        choices = (quantization.for_table(name, t.rows) for name, t in snapshot.tables.items())
+        chained = any(choice.codec.chained for choice in choices)
         changes = Transaction(found.values(), base) if chained else None
-        for each, encoding in zip(snapshot.shards, encodings, strict=True):
-            if isinstance(encoding.codec, (Fisher, Chained)):
-                references = found.get((each.shard.table, each.shard.rectangle))
-                each.bind = partial(self._bound, each.shard.table, changes, references)
+        for each, references in bound:
+            each.bind = partial(self._bound, each.shard.table, changes, references)
         return changes
 
     def _bound(

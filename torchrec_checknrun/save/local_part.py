@@ -62,6 +62,8 @@ class LocalPart:
         self._save.end_protection()
         if self._copier is not None:
             self._copier.join()
+        if self.staging is not None and self.staging.reads is not None:
+            self.staging.reads.end()
         if self.late is not None:
             self.late.end()
             self._save.progress.protection.seconds += self.late.seconds

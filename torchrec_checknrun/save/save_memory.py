@@ -128,6 +128,7 @@ class SaveMemory:
         Args:
             before_growing: called before the present memory is given back.
         """
+        self.staging.wait_until_filled()
         sizes = {name: copied_size(item) for name, item in items.by_name.items()}
         largest, most = max(sizes.items(), key=lambda item: item[1], default=("nothing", 0))
         for name, item in items.by_name.items():

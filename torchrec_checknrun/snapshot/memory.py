@@ -7,6 +7,7 @@ process can map the same memory through its file descriptor.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -17,6 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from torchrec_checknrun.marks.gpu_streams import wait_for
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 MEMORY_FRACTION = 0.25
@@ -41,6 +46,7 @@ class StagingMemory:
     Attributes:
         descriptor: file descriptor for another process; None if not shared.
         bytes: the memory, ``(size,)`` uint8.
+        filling: recorded once a GPU has made its copies into the memory; None without any.
 
     Raises:
         RuntimeError: the system has no shared memory of this kind.
@@ -66,16 +72,14 @@ class StagingMemory:
             os.ftruncate(descriptor, size)
         self.descriptor = descriptor
         self._pinned = False
+        self.filling: torch.cuda.Event | None = None
         try:
             self._map = self._mapped()
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             if made:
                 self.bytes.zero_()
             if pinned:
-                torch.cuda.check_error(
-                    torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)
-                )
-                self._pinned = True
+                self._pin()
         except BaseException:
             self.close()  # else the descriptor would keep the pages alive
             raise
@@ -89,8 +93,39 @@ class StagingMemory:
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return mapped
 
+    def _pin(self) -> None:
+        """Register the memory with CUDA."""
+        result = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0)
+        try:
+            torch.cuda.check_error(result)
+        except RuntimeError as error:
+            # CUDA keeps the error, and PyTorch reports it at the next kernel: not at training's.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda").add_(1)
+            raise RuntimeError(
+                f"{self.size} bytes of staging memory could not be page-locked for copies from the "
+                f"GPU ({error}): give a smaller memory_budget, or let processes lock more memory "
+                "(ulimit -l, the container's limit)"
+            ) from error
+        self._pinned = True
+
+    def wait_until_filled(self) -> None:
+        """Wait for a GPU's copies into the memory, of a save that has failed perhaps: they would
+        come into what else is written there.
+
+        Raises:
+            RuntimeError: the GPU has failed.
+        """
+        filling, self.filling = self.filling, None
+        if filling is not None:
+            wait_for(filling)
+
     def close(self) -> None:
         """Release the memory as soon as no reference is left."""
+        try:
+            self.wait_until_filled()
+        except RuntimeError:
+            logger.exception("the GPU has failed, and copies nothing into staging memory any more")
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
             self._pinned = False

@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import torch
 
 from torchrec_checknrun.codecs import Settled
 from torchrec_checknrun.format.chunk import Entry
+from torchrec_checknrun.marks.gpu_streams import GpuReads, wait_for
 from torchrec_checknrun.snapshot.cut_rows import CutRows
 from torchrec_checknrun.snapshot.digest import Digest, joint_digest
 from torchrec_checknrun.snapshot.encoded_at_cut import copied_size, idle_threads
@@ -52,8 +53,8 @@ class Staging:
         late: copies pieces of states later; None: all are copied at the cut.
 
     Attributes:
-        read: recorded once all copies from a GPU are made, for which the streams of training must
-            wait before they change what is copied; None without such copies.
+        reads: the copies from a GPU, for which the streams of training must wait before they change
+            what is copied; None without any.
     """
 
     def __init__(
@@ -65,7 +66,6 @@ class Staging:
         late: LateCopies | None = None,
     ) -> None:
         self.late = late
-        self.read: torch.cuda.Event | None = None
         self._memory = memory
         self._ring = ring
         self._all = items
@@ -87,6 +87,8 @@ class Staging:
             for item in items.by_name.values()
             if isinstance(item, RowsItem)
         }
+        gpus = self._devices - {torch.device("cpu")}
+        self.reads = GpuReads(*gpus) if gpus else None
         # Copies from a GPU need no processor; copies from CPU tables may use all idle ones. Without
         # rows there is too little to copy.
         self._helpers = idle_threads() if self._devices == {torch.device("cpu")} else 0
@@ -165,9 +167,21 @@ class Staging:
         Raises:
             Exception: an item could not be encoded; ``job`` raises the same error.
         """
+        try:
+            self._run(when_full)
+        finally:
+            if self.reads is not None:
+                self._memory.filling = self.reads.done
+        if self.late is not None:
+            self.late.begin()
+        self._at_cut_done.set()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self, when_full: Callable[[], None]) -> None:
         items, turn = iter(self._items.items()), threading.Lock()
 
-        with self._stream() as event:
+        with self._queued() as event:
 
             def work() -> None:
                 try:
@@ -198,11 +212,6 @@ class Staging:
             finally:  # all copies must be of this instant
                 for helper in helpers:
                     helper.join()
-        if self.late is not None:
-            self.late.begin()
-        self._at_cut_done.set()
-        if self._failure is not None:
-            raise self._failure
 
     def start_behind(
         self,
@@ -288,6 +297,8 @@ class Staging:
             if name in left:
                 left.discard(name)
                 yield self.job(name, settled)
+        if self.reads is not None:
+            self.reads.finish()
         with self._changed:  # the last check of the copies comes after the last copy
             while not self._behind_done:
                 self._changed.wait()
@@ -298,8 +309,16 @@ class Staging:
         """Keep the items that this rank is to write, and release the memory of the other items."""
         with self._changed:
             self._wanted = names
-            for name in self._staged.keys() - names:
-                self._ring.release(self._staged.pop(name)[1])
+            unwanted = [self._staged.pop(name) for name in self._staged.keys() - names]
+        for staged in unwanted:
+            self._drop(staged)
+
+    def _drop(self, staged: tuple[Staged, int, torch.cuda.Event | None]) -> None:
+        """Release the memory of an item, but not while a GPU still copies into it."""
+        _, offset, event = staged
+        if event is not None:
+            wait_for(event)
+        self._ring.release(offset)
 
     def job(self, name: str, settled: Settled) -> StagedJob:
         """Wait until an item is staged, and return its job.
@@ -314,7 +333,8 @@ class Staging:
                 self._changed.wait()
             staged, offset, event = self._staged.pop(name)
         if event is not None:
-            event.synchronize()
+            assert self.reads is not None
+            self.reads.wait(event)
         item = self._items.get(name) or self._behind[name]
         if settled and isinstance(item, RowsItem):
             staged = with_encoding(staged, item.encoding.settled(settled))
@@ -322,11 +342,11 @@ class Staging:
 
     def _publish(self, name: str, staged: tuple[Staged, int, torch.cuda.Event | None]) -> None:
         with self._changed:
-            if self._wanted is not None and name not in self._wanted:
-                self._ring.release(staged[1])
+            if self._wanted is None or name in self._wanted:
+                self._staged[name] = staged
+                self._changed.notify_all()
                 return
-            self._staged[name] = staged
-            self._changed.notify_all()
+        self._drop(staged)
 
     def _place(
         self, name: str, item: RowsItem | BlockItem | ChunkItem, when_full: Callable[[], None]
@@ -369,24 +389,6 @@ class Staging:
         staged = StagedChunk(chunk.entry, StagedTensor(offset, torch.uint8, (at - offset,)))
         return lambda: staged, offset
 
-    @contextmanager
-    def _stream(self) -> Iterator[Callable[[], torch.cuda.Event | None]]:
-        """Queue copies from a GPU on a side stream; ``read`` is recorded after all of them. Yields
-        a function that records the event for which the background waits.
-        """
-        devices = self._devices - {torch.device("cpu")}
-        if not devices:
-            yield lambda: None
-            return
-        (device,) = devices
-        side, training = _side_stream(device), torch.cuda.current_stream(device)
-        side.wait_stream(training)
-        with torch.cuda.stream(side):
-            yield side.record_event
-            self.read = side.record_event()
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all checkpoints: CUDA's allocator keeps a pool for each stream."""
-    return torch.cuda.Stream(device)
+    def _queued(self) -> AbstractContextManager[Callable[[], torch.cuda.Event | None]]:
+        """Queue the block's copies from a GPU; see ``GpuReads.queued``."""
+        return nullcontext(lambda: None) if self.reads is None else self.reads.queued()

@@ -131,7 +131,7 @@ def test_staging_that_breaks(
         saver.save()
         train(job, saver)
         with monkeypatch.context() as patch:
-            patch.setattr(staging.Staging, "_stream", once(staging.Staging._stream, error))
+            patch.setattr(staging.Staging, "_queued", once(staging.Staging._queued, error))
             with pytest.raises(SaveFailed if isinstance(error, Exception) else KeyboardInterrupt):
                 save_and_wait(saver)
         saver.save()
