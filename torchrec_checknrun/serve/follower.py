@@ -326,11 +326,10 @@ class Follower:
 
     def _write(self, content: Content, began: float) -> None:
         """Write and show a version."""
-        todo = content.plan
+        todo, head = content.plan, content.head
         content.check()
         require_alone(self._copies.replica.model, self)
         dense = content.dense()
-        head = todo.chain.head
         for replica in self._copies.replicas:
             replica.bind(head.tables)
         names = self._names(head, dense)
@@ -352,6 +351,7 @@ class Follower:
                 committed_at=self._lag.commit_time(head),
                 kept=tuple(names.missing),
             )
+            self._lag.error = None  # of an earlier look, of which this version must not tell
             self._copies.show(version, closing, self._seconds)
         except BaseException:
             if memory.links and memory is self._memory:

@@ -28,6 +28,7 @@ from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.serve.content import Content
+from torchrec_checknrun.serve.copies import TwoCopies
 from torchrec_checknrun.serve.load import Load
 from torchrec_checknrun.store.folder import Folder
 
@@ -388,3 +389,28 @@ def test_nothing_was_published(tmp_path: Path) -> None:
     with follower.read() as (model, version):
         assert version is None
         assert torch.equal(model.get_parameter("over.weight"), net.over.weight)
+
+
+def test_a_version_that_is_shown_tells_of_no_earlier_error(
+    root: Path, job: Job, follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.train(0)
+    job.save()
+    served(follower)
+    elsewhere = root.rename(root.with_name("elsewhere"))
+    assert follower.look()
+    elsewhere.rename(root)
+    shown: list[object] = []
+    show: Any = TwoCopies.show
+
+    def show_and_ask(*args: object) -> None:
+        show(*args)
+        version = follower.version
+        assert version is not None
+        shown.append((version.step, version.error))
+
+    monkeypatch.setattr(TwoCopies, "show", show_and_ask)
+    job.train(1)
+    job.save()
+    served(follower)
+    assert shown == [(4, None)]

@@ -278,13 +278,13 @@ class Window:
 def test_windows_under_names_with_dots_are_looked_at(
     told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = Fixed()
-    module.windows = {"loss": Window(), "loss.aux": Window(), "loss.aux.b": 1}  # type: ignore
+    module: Any = Fixed()
+    module.windows = {"loss": Window(), "loss.aux": Window(), "loss.aux.b": 1}
 
     def train() -> None:
         module(torch.ones(3, 2))
-        module.windows["loss.aux"].calls += 1  # type: ignore
-        module.windows["loss"].sums += 1  # type: ignore
+        module.windows["loss.aux"].calls += 1
+        module.windows["loss"].sums += 1
 
     (line,) = told(module, train)
     assert "model.over.windows.loss.aux.calls" in line
