@@ -16,6 +16,7 @@ from tests.crash.save_sweep import alone
 from tests.distributed.models import Job
 from tests.unit.chains import new_root, one_thread
 from tests.unit.console import Console
+from tests.unit.optimizer_changes import Model
 from tests.unit.run import deltas
 from tests.unit.run.jobs import make_job
 from tests.unit.run.lives import Lives
@@ -152,3 +153,12 @@ def lives(tmp_path: Path) -> Iterator[Lives]:
     made = Lives(tmp_path)
     yield made
     made.end()
+
+
+@pytest.fixture
+def small_model() -> Iterator[tuple[Model, TrackedModel]]:
+    """Provide a dense model that optimizers step, and its tracker."""
+    made = Model()
+    tracked = TrackedModel(made)
+    yield made, tracked
+    tracked.close()

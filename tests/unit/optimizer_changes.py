@@ -224,6 +224,10 @@ CHANGES = [
 ]
 
 
+LAST = (drop_a_parameter, cut_a_state, show_memory_in_another_form)
+"""Changes after which the optimizer can't step any more."""
+
+
 class Counting(Adam):
     """An optimizer with an attribute of its own."""
 

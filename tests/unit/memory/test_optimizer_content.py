@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +10,11 @@ from torch.optim import Adam, Optimizer
 
 from tests.unit.optimizer_changes import (
     CHANGES,
+    LAST,
     MAKES,
     Counting,
     Model,
-    cut_a_state,
-    drop_a_parameter,
     set_a_rate,
-    show_memory_in_another_form,
 )
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.memory.held_states import HeldStates, Taker
@@ -24,14 +22,6 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.values.state import decode_state
 
 NAME = "optimizer"
-
-
-@pytest.fixture
-def model() -> Iterator[tuple[Model, TrackedModel]]:
-    made = Model()
-    tracked = TrackedModel(made)
-    yield made, tracked
-    tracked.close()
 
 
 def taken(taker: Taker) -> tuple[object, bytes]:
@@ -44,11 +34,11 @@ def taken(taker: Taker) -> tuple[object, bytes]:
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_content_is_the_present_one(
-    model: tuple[Model, TrackedModel],
+    small_model: tuple[Model, TrackedModel],
     make: Callable[[Model], Optimizer],
     change: Callable[[Model, Optimizer], None],
 ) -> None:
-    module, tracked = model
+    module, tracked = small_model
     optimizer = make(module)
     taker = Taker(module, tracked, {NAME: optimizer})
     taken(taker)
@@ -58,7 +48,7 @@ def test_the_content_is_the_present_one(
     change(module, optimizer)
     for _ in range(2):
         assert fields(taken(taker)) == fields(asked(module, tracked, optimizer))
-        if change not in (drop_a_parameter, cut_a_state, show_memory_in_another_form):
+        if change not in LAST:
             module.step(optimizer)
 
 
@@ -77,11 +67,11 @@ def fields(found: tuple[object, bytes]) -> object:
 
 @pytest.mark.parametrize("make", MAKES)
 def test_nothing_is_asked_as_long_as_nothing_is_replaced(
-    model: tuple[Model, TrackedModel],
+    small_model: tuple[Model, TrackedModel],
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Model], Optimizer],
 ) -> None:
-    module, tracked = model
+    module, tracked = small_model
     optimizer = make(module)
     taker = Taker(module, tracked, {NAME: optimizer})
     for _ in range(2):
@@ -101,8 +91,8 @@ def test_nothing_is_asked_as_long_as_nothing_is_replaced(
     assert not calls
 
 
-def test_other_optimizers_are_asked_each_time(model: tuple[Model, TrackedModel]) -> None:
-    module, tracked = model
+def test_other_optimizers_are_asked_each_time(small_model: tuple[Model, TrackedModel]) -> None:
+    module, tracked = small_model
     optimizer = Counting(module.parameters())
     taker = Taker(module, tracked, {NAME: optimizer})
     module.step(optimizer)

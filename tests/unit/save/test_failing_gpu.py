@@ -14,22 +14,17 @@ pytestmark = pytest.mark.usefixtures("group")
 __all__ = ["gpu"]
 
 
-def test_an_error_met_while_the_background_waits(gpu: FakeGpu, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("broken", "unspecified launch failure"), ("refuses", "CUDA error: out of memory")],
+    ids=["while the background waits", "at the cut"],
+)
+def test_an_error_fails_the_save(gpu: FakeGpu, tmp_path: Path, where: str, error: str) -> None:
     run = Run(tmp_path)
-    gpu.broken = RuntimeError("CUDA error: unspecified launch failure")
-    with pytest.raises(SaveFailed, match="unspecified launch failure"):
+    setattr(gpu, where, RuntimeError(error))
+    with pytest.raises(SaveFailed, match=error):
         run.saver.save()
-    gpu.broken = None
-    run.saver.save()
-    run.saver.close()
-
-
-def test_an_error_at_the_cut(gpu: FakeGpu, tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    gpu.refuses = RuntimeError("CUDA error: out of memory")
-    with pytest.raises(SaveFailed, match="CUDA error: out of memory"):
-        run.saver.save()
-    gpu.refuses = None
+    setattr(gpu, where, None)
     run.saver.save()
     run.saver.close()
 

@@ -88,6 +88,15 @@ def fail_at_once(*_: Any) -> Any:
     raise SaveFailed("another rank has failed")
 
 
+def fail_by_a_write(gpu: FakeGpu, run: Run) -> None:
+    """Write by hand while a checkpoint is copied, and see it fail."""
+    with gpu.held():
+        run.saver.save(wait=False)
+        run.write_by_hand()
+    with pytest.raises(SaveFailed, match=r"tall were written outside of training .*writing\("):
+        run.saver.wait()
+
+
 def test_an_update_waits_for_the_copies(gpu: FakeGpu, run: Run) -> None:
     with gpu.held():
         run.saver.save(wait=False)
@@ -98,22 +107,14 @@ def test_an_update_waits_for_the_copies(gpu: FakeGpu, run: Run) -> None:
 
 
 def test_a_write_by_hand_in_the_middle_fails_the_checkpoint(gpu: FakeGpu, run: Run) -> None:
-    with gpu.held():
-        run.saver.save(wait=False)
-        run.write_by_hand()
-    with pytest.raises(SaveFailed, match=r"tall were written outside of training .*writing\("):
-        run.saver.wait()
+    fail_by_a_write(gpu, run)
     run.train()  # which goes on
     run.saver.save()
     assert_equal(run.restored(), run.tables())
 
 
 def test_after_such_a_write_training_waits_at_the_cut(gpu: FakeGpu, run: Run) -> None:
-    with gpu.held():
-        run.saver.save(wait=False)
-        run.write_by_hand()
-    with pytest.raises(SaveFailed):
-        run.saver.wait()
+    fail_by_a_write(gpu, run)
     with gpu.held():
         run.saver.save(wait=False)
         wanted = run.tables()

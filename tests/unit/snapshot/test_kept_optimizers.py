@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +10,11 @@ from torch.optim import Optimizer
 
 from tests.unit.optimizer_changes import (
     CHANGES,
+    LAST,
     MAKES,
     Model,
-    cut_a_state,
-    drop_a_parameter,
     plain,
     set_a_rate,
-    show_memory_in_another_form,
 )
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
@@ -26,14 +24,6 @@ from torchrec_checknrun.snapshot.snapshot import Declared, take_states
 from torchrec_checknrun.values.state import decode_state
 
 NAME = "optimizer"
-
-
-@pytest.fixture
-def model() -> Iterator[tuple[Model, TrackedModel]]:
-    made = Model()
-    tracked = TrackedModel(made)
-    yield made, tracked
-    tracked.close()
 
 
 def stored(module: Model, tracked: TrackedModel, declared: Declared) -> object:
@@ -53,11 +43,11 @@ def stored(module: Model, tracked: TrackedModel, declared: Declared) -> object:
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_content_is_the_present_one(
-    model: tuple[Model, TrackedModel],
+    small_model: tuple[Model, TrackedModel],
     make: Callable[[Model], Optimizer],
     change: Callable[[Model, Optimizer], None],
 ) -> None:
-    module, tracked = model
+    module, tracked = small_model
     optimizer: Any = make(module)
     declared = Declared({NAME: optimizer}).watching(module)
     for _ in range(3):
@@ -68,17 +58,17 @@ def test_the_content_is_the_present_one(
     for _ in range(2):
         wanted = stored(module, tracked, Declared({NAME: optimizer}))
         assert stored(module, tracked, declared) == wanted
-        if change not in (drop_a_parameter, cut_a_state, show_memory_in_another_form):
+        if change not in LAST:
             module.step(optimizer)
 
 
 @pytest.mark.parametrize("make", MAKES)
 def test_nothing_is_asked_as_long_as_nothing_is_replaced(
-    model: tuple[Model, TrackedModel],
+    small_model: tuple[Model, TrackedModel],
     make: Callable[[Model], Optimizer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module, tracked = model
+    module, tracked = small_model
     optimizer: Any = make(module)
     declared = Declared({NAME: optimizer}).watching(module)
     for _ in range(2):
@@ -91,9 +81,9 @@ def test_nothing_is_asked_as_long_as_nothing_is_replaced(
     assert stored(module, tracked, declared) == wanted != before
 
 
-def test_a_snapshot_keeps_its_groups(model: tuple[Model, TrackedModel]) -> None:
+def test_a_snapshot_keeps_its_groups(small_model: tuple[Model, TrackedModel]) -> None:
     """A background may still be writing the one before when a scheduler has changed a rate."""
-    module, tracked = model
+    module, tracked = small_model
     optimizer: Any = plain(module)
     module.step(optimizer)
     declared = Declared({NAME: optimizer}).watching(module)
@@ -107,8 +97,8 @@ def test_a_snapshot_keeps_its_groups(model: tuple[Model, TrackedModel]) -> None:
     assert repr(later.encoded[NAME][0]) != before[0]
 
 
-def test_a_renamed_model_is_stored_by_its_names(model: tuple[Model, TrackedModel]) -> None:
-    module, tracked = model
+def test_a_renamed_model_is_stored_by_its_names(small_model: tuple[Model, TrackedModel]) -> None:
+    module, tracked = small_model
     optimizer: Any = plain(module)
     module.step(optimizer)
     declared = Declared({NAME: optimizer}).watching(module)
