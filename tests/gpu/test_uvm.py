@@ -67,6 +67,21 @@ def test_written_rows_win_over_the_cache(kernel: str) -> None:
     assert torch.equal(shard.read_rows(rows).weight.cpu(), wanted)
 
 
+def test_rows_written_after_a_prefetch_are_looked_up() -> None:
+    """Write rows whose places in the cache a later batch knows already."""
+    job = build("fused_uvm_caching")
+    tracked = track(job.model)
+    job.train(1)
+    shard = first_table(tracked)
+    rows = shard.modified_rows()
+    ids, empty = rows.to(DEVICE), torch.full((len(rows),), len(rows), device=DEVICE)
+    offsets = torch.cat([torch.arange(len(rows) + 1, device=DEVICE), empty])
+    shard._kernel.module._emb_module.prefetch(ids, offsets)
+    wanted = torch.full_like(shard.read_rows(rows).weight, 7.0)
+    shard.write_rows(rows, wanted)
+    assert torch.equal(look_up(job, rows), wanted.cpu())
+
+
 def peak_of(act: Callable[[], object]) -> int:
     """Return the GPU memory in bytes that a call takes on top of the present amount."""
     torch.cuda.synchronize()

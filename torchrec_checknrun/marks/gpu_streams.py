@@ -17,6 +17,9 @@ import torch
 
 from torchrec_checknrun.errors import SaveFailed
 
+_NOT_CACHED = -1
+"""A place in FBGEMM's cache for rows that are looked up, and updated, in the memory behind it."""
+
 
 class Watched(Protocol):
     """A watch on tables whose rows are copied, see ``WriteWatch``."""
@@ -190,6 +193,20 @@ class KernelStreams:
             current = torch.cuda.current_stream(self._device)
             for stream in self._others(current):
                 stream.wait_stream(current)
+
+    def forget_prefetched(self) -> None:
+        """Send lookups of prefetched batches to memory, after a purge of the cache.
+
+        Such batches know places in the cache that are for other rows from now on: lookups would
+        find those rows, and updates would be lost.
+        """
+        tbe = self._kernel.module._emb_module
+        for places in getattr(tbe, "lxu_cache_locations_list", ()):
+            if tbe.prefetch_pipeline:  # which locks places, until the batch's backward
+                torch.ops.fbgemm.lxu_cache_locking_counter_decrement(
+                    tbe.lxu_cache_locking_counter, places
+                )
+            places.fill_(_NOT_CACHED)
 
     def _others(self, current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
         prefetching = getattr(self._kernel.module._emb_module, "prefetch_stream", None)

@@ -262,6 +262,7 @@ class WriteWatch:
             return
         with self.streams.apart():
             self.kernel.purge()
+            self.streams.forget_prefetched()
 
     def _look(self) -> _Look:
         if self.kernel.data_parallel:

@@ -62,6 +62,27 @@ def test_the_cache_is_left_alone_while_rows_are_prefetched(
     assert event._at == gpu.training.queued
 
 
+@pytest.mark.parametrize("locked", [True, False])
+def test_batches_in_a_cache_that_is_purged_are_looked_up_in_memory(
+    prefetched: Prefetched, monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    """Give places of the cache to other rows, while two batches wait that know the old ones."""
+    kernel = prefetched.kernels[0]
+    tbe: Any = kernel.module._emb_module
+    locks = torch.tensor([2, 1, 1])
+    tbe.prefetch_pipeline, tbe.lxu_cache_locking_counter = locked, locks
+    tbe.lxu_cache_locations_list = [torch.tensor([0, 1]), torch.tensor([0, -1])]
+
+    def unlock(counter: torch.Tensor, places: torch.Tensor) -> None:
+        counter[places[places >= 0]] -= 1
+
+    monkeypatch.setattr(torch.ops.fbgemm, "lxu_cache_locking_counter_decrement", unlock)
+    watches = [shard.writes for shard in prefetched.tracked.shards]
+    next(watch for watch in watches if watch.kernel is kernel).purge()
+    assert [places.tolist() for places in tbe.lxu_cache_locations_list] == [[-1, -1], [-1, -1]]
+    assert locks.tolist() == ([0, 0, 1] if locked else [2, 1, 1])  # a batch in training keeps its
+
+
 def test_prefetches_wait_until_rows_are_copied(gpu: FakeGpu, prefetched: Prefetched) -> None:
     watch = only(prefetched.tracked, TALL).writes
     reads = GpuReads(DEVICE)
