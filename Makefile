@@ -20,8 +20,8 @@ ARGS ?=
 # what it imports of torch again, in twice the time of the import.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Of tests, which wait for other processes most of the time: groups run beside each other.
-GROUPS := tests/crash tests/distributed tests/unit tests/unit/recipes other-tests
+# Of tests, which wait for other processes most of the time: groups run beside each other, the longest first.
+GROUPS := tests/distributed tests/unit tests/crash tests/unit/run tests/unit/serve other-tests tests/unit/recipes
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # The site, in build/site: any warning fails. The variable silences an advertisement.
@@ -99,14 +99,14 @@ docs: $(STAMP)
 	$(SITE)
 
 # The slow tests, which need a processor for themselves, run two groups at a time.
-test test-full: JOBS = --jobs
+test test-full: JOBS = --jobs 6
 test-full: JOBS = --jobs 2
 test-full: export CHECKNRUN_TESTS = full
 SELECT := $(if $(filter full,$(CHECKNRUN_TESTS)),--timeout 1800,-m 'not slow')
 
 test test-full: $(STAMP)
 ifeq ($(ARGS),)
-	@echo 'ruff and mypy, and tests in five groups: several at once, each is shown when it is done'
+	@echo 'ruff and mypy, and tests in groups: several at once, each is shown when it is done'
 	@# Without the site: tests/docs builds it, as strictly.
 	@$(MAKE) --no-print-directory --keep-going $(JOBS) $(SYNC) lint $(GROUPS) || \
 		{ echo 'make $@: FAILED: each line above that begins with "make[1]: ***" names a group'; exit 1; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import threading
 
 import pytest
@@ -232,15 +233,18 @@ def test_consolidation_beside_training(seed: int) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=consolidate) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # seconds: threads meet often, and none is kept waiting
     for thread in threads:
         thread.start()
     try:
-        for number in range(400 if ALL else 150):
+        for number in range(9000 if ALL else 3000):
             trainer.step(number)
     finally:
         ended.set()
         for thread in threads:
             thread.join()
+        sys.setswitchinterval(interval)
     assert errors == []
     trainer.marks.consolidate()
     assert len(trainer.marks.layers) <= 1 + 2 ** len(trainer.open)
