@@ -12,6 +12,7 @@ from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.errors import UnsupportedState, UnsupportedTable
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import listed
+from torchrec_checknrun.root.counting import require_apart
 from torchrec_checknrun.store.folder import Folder
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def check_publishable(options: Options, tracked: TrackedModel, world_size: int) 
         ValueError: the publications' root is not apart from the checkpoints'.
     """
     assert options.publish is not None
-    _require_apart(options.root, options.publish.folder(options.timeout_seconds))
+    require_apart(options.root, options.publish.folder(options.timeout_seconds))
     chosen = options.publish.chosen(list(tracked.tables))
     if not chosen:
         raise UnsupportedTable("publish: the model has no table to publish")
@@ -127,14 +128,4 @@ def check_publishable(options: Options, tracked: TrackedModel, world_size: int) 
         raise UnsupportedState(
             f"publish: each rank has its own {listed(own)} (per_rank_buffers), and a served model "
             "has one: leave them out of per_rank_buffers to publish rank 0's"
-        )
-
-
-def _require_apart(root: Folder, published: Folder) -> None:
-    """Refuse roots of which one lies in the other: each deletes what it doesn't know."""
-    one, other = (f"{folder.place}/" for folder in (root, published))
-    if one.startswith(other) or other.startswith(one):
-        raise ValueError(
-            f"publish: root {published} must lie outside of the checkpoints' root {root}: give it "
-            "a folder of its own beside that"
         )

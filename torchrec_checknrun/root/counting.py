@@ -103,6 +103,20 @@ def require_publications(root: Folder, known: MutableMapping[str, Manifest] | No
             )
 
 
+def require_apart(root: Folder, published: Folder) -> None:
+    """Refuse roots of which one lies in the other: each deletes what it doesn't know.
+
+    Raises:
+        ValueError: one does.
+    """
+    one, other = (f"{folder.place}/" for folder in (root, published))
+    if one.startswith(other) or other.startswith(one):
+        raise ValueError(
+            f"publish: root {published} must lie outside of the checkpoints' root {root}: give it "
+            "a folder of its own beside that"
+        )
+
+
 def _is_for_serving(manifest: Manifest) -> bool:
     """Return whether a checkpoint holds what a prediction needs alone, as publications do."""
     return all(name.partition(".")[0] == "model" for name in manifest.states) and not any(

@@ -37,7 +37,7 @@ from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.root.chain import Chain, newest, newest_required
-from torchrec_checknrun.root.counting import require_publications
+from torchrec_checknrun.root.counting import require_apart, require_publications
 from torchrec_checknrun.root.lineage import Lineage, Proposal
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.prune import prune
@@ -102,8 +102,8 @@ def publish(
         IncompatibleCheckpoint: the run has what can't be followed, or the target holds other
             publications; names which.
         RootInUse: another process publishes there.
-        ValueError: ``bits`` is no width, ``keep`` is below 1, or ``every_hours`` is no number of
-            hours, or without ``keep``.
+        ValueError: ``bits`` is no width, ``keep`` is below 1, ``every_hours`` is no number of
+            hours, or without ``keep``, or one root lies in the other.
     """
     if keep is None and every_hours is not None:
         raise ValueError("every_hours needs keep, the number of newest publications to keep")
@@ -134,6 +134,7 @@ def _add(
             "folder of its own"
         )
     require_publications(into)
+    require_apart(source, into)
     copies = _copies(chain, held)
     _check_target(into, held, copies, bits)
     missing = [place for place, m in enumerate(chain.manifests) if m.id not in copies]

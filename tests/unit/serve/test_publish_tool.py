@@ -196,6 +196,16 @@ def test_the_run_s_own_root_is_no_target(roots: tuple[Path, Path], tmp_path: Pat
         assert len(list(target.glob("*/manifest.json"))) == 3
 
 
+def test_a_folder_in_the_run_s_root_is_no_target(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(run, policy=Full()).saver.close()
+    before = sorted(tmp_path.rglob("*"))
+    for target in (run / "serve", tmp_path):
+        with pytest.raises(ValueError, match="must lie outside of the checkpoints' root"):
+            publish(run, target)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_no_run_s_root_is_a_target(roots: tuple[Path, Path]) -> None:
     """Delete nothing of an older copy of a run's root, from which the run has gone on, or of
     another run's.
