@@ -150,8 +150,7 @@ class Bomb:
 
         def copy_one_and_die(copies: LateCopies) -> None:
             if self._begins(kills.LATE_COPIES) and len(copies._left) > 1:
-                source, target, _, _ = copies._left[-1]
-                target.copy_(source)
+                copies._left[-1].make()
                 self.explode()
             make(copies)
 

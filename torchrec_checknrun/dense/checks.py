@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from torchrec_checknrun.dense.param_groups import GROUPS, Group, SavedGroups
 from torchrec_checknrun.dense.tree import Key, Node, own_parameters
@@ -133,3 +136,42 @@ def _is_table(key: Key, tables: Collection[str]) -> bool:
     """Return whether a key is a table's weight, perhaps prefixed by combined optimizers' keys."""
     weight = f".{key}"
     return any(weight.endswith(f".{table}.weight") for table in tables)
+
+
+def fixed(state: Any, saved: Tree | None, of_parameter: torch.Size | None) -> Any:
+    """Return a parameter's state to restore into, with None for what is restored as stored: lists,
+    whose content may be of any length and form (LBFGS's history), dicts of other content than the
+    live ones (a history by step), and tensors of another order in memory (a decomposition's) than
+    the live ones, unless these have the parameter's shape.
+
+    Args:
+        saved: the state's stored tree.
+        of_parameter: the parameter's shape; None: unknown.
+    """
+    if not isinstance(state, dict):
+        return state
+    nodes = tree_items(saved)
+
+    def is_free(name: str, value: object) -> bool:
+        if isinstance(value, dict):
+            return form_of(value) != _stored_form(nodes.get(name, {}))
+        if not isinstance(value, torch.Tensor) or value.shape == of_parameter:
+            return isinstance(value, (list, tuple))
+        strides = nodes.get(name, {}).get("strides")  # None of a sharded one, which has no own
+        return strides is not None and strides != list(value.stride())
+
+    return {name: None if is_free(name, value) else value for name, value in state.items()}
+
+
+def form_of(value: object) -> Any:
+    """Return the keys of dicts and the shapes of tensors in them, at any depth."""
+    if isinstance(value, dict):
+        return {key: form_of(item) for key, item in value.items()}
+    return list(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _stored_form(node: Tree) -> Any:
+    """Return a stored value's form, as ``form_of`` does a live one's."""
+    if "d" in node:
+        return {key: _stored_form(item) for key, item in tree_items(node).items()}
+    return node["shape"] if "x" in node else None

@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_checknrun.dense.checks import check_groups, check_keys, check_wrappers
+from torchrec_checknrun.dense.checks import check_groups, check_keys, check_wrappers, fixed
 from torchrec_checknrun.dense.first_state import first_state_of_own_form, state_to_make
 from torchrec_checknrun.dense.optimizers import row_names, row_states
 from torchrec_checknrun.dense.param_groups import (
@@ -38,7 +38,6 @@ from torchrec_checknrun.dense.param_groups import (
 )
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.state_dicts import (
-    fixed,
     is_shown,
     load_own,
     own_state_dict,
@@ -48,6 +47,7 @@ from torchrec_checknrun.dense.state_dicts import (
     shared,
     state_dict_of,
     stored_elsewhere,
+    with_present_dicts,
     without_arrays,
 )
 from torchrec_checknrun.dense.tree import (
@@ -240,7 +240,9 @@ class DenseOptimizer:
             shown = {k: v for k, v in own["state"].items() if k not in self._of_none}
             shown |= dict.fromkeys(self._of_none & restored["state"].keys())
             state = {k: restored["state"].get(k, value) for k, value in shown.items()}
-            if not isinstance(self._state, KeyedOptimizer):
+            if isinstance(self._state, KeyedOptimizer):
+                state = {k: with_present_dicts(value, shown[k]) for k, value in state.items()}
+            else:
                 state = {k: without_arrays(value) for k, value in state.items()}
             own |= {**restored, "state": state}
             loaded, form = state.keys(), self._by_key(own, back=True)

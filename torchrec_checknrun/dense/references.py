@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from torchrec_checknrun.dense.tree import is_optimizer
+from torchrec_checknrun.values.dense import is_dense
+from torchrec_checknrun.values.memory_spans import MemorySpans
 
 _CODE = (
     types.FunctionType,
@@ -50,9 +52,9 @@ class References:
     """The values that are stored elsewhere than with a wrapper, or are no state at all.
 
     Args:
-        values: tensors and objects that are stored elsewhere; a tensor in the same memory as one
-            of them is stored elsewhere as well. Read only once an answer depends on them, since
-            most wrappers hold plain values: ask at once.
+        values: tensors and objects that are stored elsewhere; a tensor whose memory is all theirs
+            is stored elsewhere as well. Read only once an answer depends on them, since most
+            wrappers hold plain values: ask at once.
     """
 
     def __init__(self, values: Iterable[object]) -> None:
@@ -67,8 +69,8 @@ class References:
         return {id(value) for value in self._kept}
 
     @functools.cached_property
-    def _memory(self) -> set[int]:
-        return {address for value in self._kept for address in _memory(value)}
+    def _memory(self) -> MemorySpans:
+        return MemorySpans(tensor for value in self._kept for tensor in _with_memory(value))
 
     def __contains__(self, value: object) -> bool:
         if isinstance(value, _PLAIN) and type(value) in _PLAIN:
@@ -78,7 +80,7 @@ class References:
         if is_optimizer(value) or id(value) in self._ids:
             return True
         if isinstance(value, torch.Tensor):
-            return any(address in self._memory for address in _memory(value))
+            return any(self._memory.cover(tensor) for tensor in _with_memory(value))
         if isinstance(value, nn.Module):
             return all(tensor in self for tensor in tensors_of(value))
         return False
@@ -100,12 +102,12 @@ def local_tensors(value: object) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-def _memory(value: object) -> Iterator[int]:
-    """Yield the addresses of a tensor's memory on this rank; none for an empty tensor."""
+def _with_memory(value: object) -> Iterator[torch.Tensor]:
+    """Yield a tensor's parts on this rank that have memory; none for an empty tensor."""
     for tensor in local_tensors(value):
         try:
-            address = tensor.untyped_storage().data_ptr()
+            known = is_dense(tensor) and tensor.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError, ValueError):  # a subclass without memory
             continue
-        if address:
-            yield address
+        if known and tensor.numel():
+            yield tensor

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
+from torchrec_checknrun.dense.checks import form_of
 from torchrec_checknrun.dense.optimizers import torch_optimizers
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.tree import (
@@ -43,7 +44,7 @@ from torchrec_checknrun.dense.tree import (
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.placements import laid_out_as
-from torchrec_checknrun.values.state import SHARDED, Tree, tree_items
+from torchrec_checknrun.values.state import SHARDED
 
 logger = logging.getLogger(__name__)
 
@@ -228,28 +229,6 @@ def _undecided(keyed: Optimizer, inner: Optimizer, name: str) -> str:
     )
 
 
-def fixed(state: Any, saved: Tree | None, of_parameter: torch.Size | None) -> Any:
-    """Return a parameter's state to restore into, with None for what is restored as stored: lists,
-    whose content may be of any length and form (LBFGS's history), and tensors of another order in
-    memory (a decomposition's) than the live ones, unless these have the parameter's shape.
-
-    Args:
-        saved: the state's stored tree.
-        of_parameter: the parameter's shape; None: unknown.
-    """
-    if not isinstance(state, dict):
-        return state
-    nodes = tree_items(saved)
-
-    def is_free(name: str, value: object) -> bool:
-        if not isinstance(value, torch.Tensor) or value.shape == of_parameter:
-            return isinstance(value, (list, tuple))
-        strides = nodes.get(name, {}).get("strides")  # None of a sharded one, which has no own
-        return strides is not None and strides != list(value.stride())
-
-    return {name: None if is_free(name, value) else value for name, value in state.items()}
-
-
 def shared(parameters: Iterable[Parameter]) -> list[list[list[Any]]]:
     """Return the places, each a key and a name, of the tensors that are the state of several
     parameters.
@@ -272,20 +251,37 @@ def without_arrays(state: Any) -> Any:
     return {k: None if any(leaves(v, (np.ndarray,))) else v for k, v in state.items()}
 
 
+def with_present_dicts(state: Any, present: Any) -> Any:
+    """Return a parameter's state with the present dicts in the place of those of other content,
+    which TorchRec's ``load_state_dict`` refuses; ``put_rest`` writes them.
+    """
+    if not (isinstance(state, dict) and isinstance(present, dict)):
+        return state
+    return {
+        name: present[name] if name in present and _is_other_dict(value, present[name]) else value
+        for name, value in state.items()
+    }
+
+
+def _is_other_dict(value: object, present: object) -> bool:
+    return isinstance(present, dict) and form_of(value) != form_of(present)
+
+
 def put_rest(
     parameters: Iterable[Parameter],
     restored: Mapping[Key, Any],
     places: Iterable[Sequence[Sequence[Any]]],
 ) -> None:
     """Write what torch's ``load_state_dict`` has changed: text, which becomes that of a generator,
-    arrays, and tensors that are the state of several parameters, as ``shared`` found them.
+    arrays, dicts that TorchRec's does not take, and tensors that are the state of several
+    parameters, as ``shared`` found them.
     """
     states = {p.key: p.state or {} for p in parameters}
     for key, state in states.items():
         saved = restored.get(key)
         for name, value in saved.items() if isinstance(saved, dict) else ():
             kept = any(leaves(value, (torch.Tensor,))) and not any(leaves(value, (np.ndarray,)))
-            if name in state and not kept:
+            if name in state and (not kept or _is_other_dict(value, state[name])):
                 state[name] = value
     for of_tensor in places:
         (first, first_name), *others = of_tensor

@@ -29,6 +29,7 @@ from torchrec_checknrun.model.blocks import Block, require_storable
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.values.dense import is_dense
+from torchrec_checknrun.values.memory_spans import MemorySpans
 from torchrec_checknrun.values.state import MOST_DEPTH, SHARDED, Whole
 
 MODEL = "model"
@@ -88,20 +89,18 @@ class StoredTables:
         shards: the local shards that are written.
 
     Attributes:
-        memory: addresses of the shards' storages.
+        memory: the shards' memory.
     """
 
     def __init__(self, tables: Iterable[str], shards: Iterable[LocalShard]) -> None:
         self._tables = set(tables)
-        self.memory = {
-            tensor.untyped_storage().data_ptr() for shard in shards for tensor in shard.tensors
-        }
+        self.memory = MemorySpans(tensor for shard in shards for tensor in shard.tensors)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a local tensor is a view of table memory; an empty one always is."""
         if not tensor.numel():
             return True
-        return is_dense(tensor) and tensor.untyped_storage().data_ptr() in self.memory
+        return is_dense(tensor) and self.memory.cover(tensor)
 
     def is_table(self, parameter: torch.Tensor) -> bool:
         """Return whether an optimizer's parameter is a table, by its memory on this rank."""
@@ -217,6 +216,7 @@ class _Walk:
                     and (kind is torch.Tensor or is_dense(item))
                     and item.untyped_storage().data_ptr() in memory
                     and item.numel()
+                    and memory.cover(item)
                 ):
                     kept[key] = item
                     self.plain.append(item)

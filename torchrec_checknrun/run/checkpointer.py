@@ -385,7 +385,7 @@ class Checkpointer(WrittenByHand):
 
     def _wait(self) -> CheckpointReport | None:
         self._settle(wait=True)
-        return self._saver.outcomes.take()
+        return self._saver.outcomes.take(last=True)
 
     def _begin(self, tell: bool = False) -> Begun:
         begun = self._saver.begin(self.steps, tell)

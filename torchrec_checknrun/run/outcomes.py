@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from torchrec_checknrun.root.report import CheckpointReport
+from torchrec_checknrun.snapshot.late_copies import Overwritten
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -30,6 +31,10 @@ class Outcomes:
         self._failures = 0
         self._error: BaseException | None = None
         self._report: CheckpointReport | None = None
+        self._overwritten: Overwritten | None = None
+        """The last checkpoint's failure, if training need not end for it: the next one copies all
+        states before training goes on.
+        """
 
     @property
     def has_failure(self) -> bool:
@@ -42,6 +47,10 @@ class Outcomes:
         Args:
             tell: keep it even then.
         """
+        if isinstance(error, Overwritten) and not tell and self._overwritten is None:
+            logger.warning("%s", error)
+            self._overwritten = error
+            return
         self._failures += 1
         if tell or self._failures > self._max_failures or not isinstance(error, Exception):
             self._error = error
@@ -50,7 +59,7 @@ class Outcomes:
 
     def committed(self, report: CheckpointReport) -> None:
         """Keep a committed checkpoint's report for the caller; failures are counted anew."""
-        self._failures = 0
+        self._failures, self._overwritten = 0, None
         self._report = report
 
     def tell(self, report: CheckpointReport) -> None:
@@ -61,12 +70,18 @@ class Outcomes:
             except Exception:
                 logger.exception("the callback %r failed", callback)
 
-    def take(self) -> CheckpointReport | None:
+    def take(self, last: bool = False) -> CheckpointReport | None:
         """Return the report kept since the last call; None without one.
+
+        Args:
+            last: raise also what training need not end for, since the caller waits for the last
+                checkpoint.
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
         """
+        if last and self._error is None:
+            self._error, self._overwritten = self._overwritten, None
         self.raise_failure()
         report, self._report = self._report, None
         return report

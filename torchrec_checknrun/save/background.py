@@ -36,6 +36,7 @@ from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.save.save_memory import SaveMemory
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 from torchrec_checknrun.snapshot.items import Items
+from torchrec_checknrun.snapshot.late_copies import Overwritten
 from torchrec_checknrun.snapshot.snapshot import Snapshot
 from torchrec_checknrun.snapshot.staging import COPIER, Staging
 from torchrec_checknrun.store.file_copy import CopyTo
@@ -351,6 +352,8 @@ class Background:
                 copies.committed(manifest)
         except BaseException as error:
             ring.abort()
+            if isinstance(error, Overwritten):  # on all ranks, lest each of them fail once
+                self.memory.copy_at_cut()
             to.parent_content.failed()
             plan.end()
             _consolidate(save)

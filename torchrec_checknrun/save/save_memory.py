@@ -109,6 +109,7 @@ class SaveMemory:
             self.on_write = self._overflow(could)
             self._most -= self.on_write.size
         self._late: LateCopies | None = None
+        self._copies_late = mode == "copy_on_write"
         self._behind: tuple[list[tuple[TrackedShard | None, int]], int] = [], 0
         """The shards copied later at the last cut, each with its number of tensors, and the staging
         memory for them.
@@ -160,10 +161,16 @@ class SaveMemory:
 
     def late_copies(self, snapshot: Snapshot) -> LateCopies | None:
         """Return the late copies of a snapshot's states; None if they must be made at the cut."""
-        if self.mode != "copy_on_write" or (self._late is not None and self._late.spoiled):
+        if self._late is not None and self._late.spoiled:
+            self.copy_at_cut()
+        if not self._copies_late:
             return None
         self._late = LateCopies(snapshot.stepped)
         return self._late
+
+    def copy_at_cut(self) -> None:
+        """Make the copies of all states at the cut from now on."""
+        self._copies_late = False
 
     def copy_later(
         self, snapshot: Snapshot, late: LateCopies | None, progress: Progress

@@ -3,7 +3,8 @@
 Parameters, data-parallel tables among them, and the optimizers' state of their size are most of a
 dense part's bytes. Between a cut and the next step of any optimizer nothing writes to them, so the
 background copies them first of all; a step that comes earlier makes the copies itself, in torch's
-hook before every optimizer's step. Version counters tell of any other write.
+hook before every optimizer's step. Version counters tell of any other write; of one through
+``.data``, which has a counter of its own, a sample of the values does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,8 +28,23 @@ logger = logging.getLogger(__name__)
 LEAST_BYTES = 1 << 16
 """Smaller tensors are copied at the cut, which takes no longer than to remember them."""
 
+_WORDS = 16
+"""Words of 8 bytes of each tensor that are compared."""
 Span = tuple[int, int]
 """The address of memory, and its size in bytes."""
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Return words of a tensor's bytes, from all over it; nothing of one that is not row-major."""
+    if not tensor.is_contiguous() or tensor.nbytes < 8:
+        return b""
+    return _words(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def _words(data: np.ndarray) -> bytes:
+    """Return words of row-major bytes, from all over them; training waits for this at the cut."""
+    words = data[: len(data) // 8 * 8].view(np.uint64)
+    return words[:: len(words) // _WORDS | 1].tobytes()  # odd: of different columns
 
 
 def stepped_memory(tensors: Iterable[torch.Tensor]) -> dict[Span, torch.Tensor]:
@@ -44,6 +61,35 @@ def stepped_memory(tensors: Iterable[torch.Tensor]) -> dict[Span, torch.Tensor]:
         and tensor.is_contiguous()
         and not tensor.is_inference()
     }
+
+
+class Overwritten(SaveFailed):
+    """Memory was written while it was being saved, by other means than an optimizer's step."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy to be made.
+
+    Attributes:
+        source, target: of the same type and shape.
+        tensor: the tensor whose memory ``source`` is.
+        version: the tensor's, at the cut.
+        sample: of the values at the cut.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    tensor: torch.Tensor
+    version: int
+    sample: bytes
+
+    def make(self) -> bool:
+        """Make the copy; return whether it is as of the cut."""
+        if self.tensor.data_ptr() != self.source.data_ptr():
+            return False  # moved to shared memory: what was is free
+        self.target.copy_(self.source)
+        return self.tensor._version == self.version and _sample(self.target) == self.sample
 
 
 class _Steps:
@@ -89,7 +135,7 @@ class LateCopies:
     def __init__(self, stepped: dict[Span, torch.Tensor]) -> None:
         self.seconds = 0.0
         self._stepped = stepped
-        self._left: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]] = []
+        self._left: list[_Copy] = []
         self._lock = threading.Lock()
         self._failure: SaveFailed | None = None
         self._watches: list[WriteWatch] = []
@@ -100,11 +146,12 @@ class LateCopies:
         Args:
             target: ``(size,)`` uint8.
         """
-        source = torch.from_numpy(np.frombuffer(piece, dtype=np.uint8))
+        data = np.frombuffer(piece, dtype=np.uint8)
+        source = torch.from_numpy(data)
         tensor = self._stepped.get((source.data_ptr(), source.nbytes))
         if tensor is None:
             return False
-        self._left.append((source, target, tensor, tensor._version))
+        self._left.append(_Copy(source, target, tensor, tensor._version, _words(data)))
         return True
 
     def add_table(
@@ -116,7 +163,7 @@ class LateCopies:
             watch: of the table's kernel.
         """
         for live, own in zip(source, target, strict=True):
-            self._left.append((live, own, live, live._version))
+            self._left.append(_Copy(live, own, live, live._version, _sample(live)))
         watch.late = self.before_change
         self._watches.append(watch)
 
@@ -133,17 +180,16 @@ class LateCopies:
         """
         with self._lock:
             while self._left:
-                source, target, tensor, version = self._left[-1]
-                moved = tensor.data_ptr() != source.data_ptr()  # to shared memory: what was is free
-                if not moved:
-                    target.copy_(source)
-                if moved or tensor._version != version:
-                    self._failure = SaveFailed(
+                copy = self._left[-1]
+                if not copy.make():
+                    self._failure = Overwritten(
                         "a parameter, data-parallel table or optimizer state of shape "
-                        f"{tuple(tensor.shape)} was written while it was being saved, and not by "
-                        "an optimizer's step(): the checkpoint is not committed, its rows are kept "
-                        "for the next one, and from now on everything beside the tables is copied "
-                        "before training goes on"
+                        f"{tuple(copy.tensor.shape)} was written while it was being saved, and not "
+                        "by an optimizer's step(): the checkpoint is not committed, its rows are "
+                        "kept for the next one, and from now on everything beside the tables is "
+                        "copied before training goes on. If evaluations write averaged weights, or "
+                        "an optimizer's train() or eval() does, call them before step() or save(), "
+                        "or give staging='copy', so that no process loses its first checkpoint"
                     )
                 self._left.pop()
         _STEPS.discard(self)

@@ -34,6 +34,8 @@ logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 _FRAMEWORKS = frozenset({"torch", "torchrec", "fbgemm_gpu", "torchrec_checknrun"})
 """Packages whose modules count for themselves, and keep in their state dicts what matters."""
+_LAYERS = "torch.nn.modules."
+"""PyTorch's layers, of which only rates are looked at: a dropout's, say, which programs may move."""
 _METRICS = "torchrec.metrics."
 """TorchRec's metrics, which have windows of batches in no state dict."""
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -272,12 +274,12 @@ def _is_trained(parameter: Any) -> bool:
 def _users_modules(
     model: nn.Module, states: Mapping[str, object]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are of no framework's class, each once, with a name."""
+    """Yield the modules that are of no framework's class, or layers, each once, with a name."""
     held = [(f"{n}.{a}", v) for n, state in states.items() for a, v in attributes(state).items()]
     seen: set[int] = set()
     for name, root in (("model", model), *states.items(), *held):
         for within, module in root.named_modules() if isinstance(root, nn.Module) else ():
-            if id(module) not in seen and _is_users(type(module)):
+            if id(module) not in seen and (_is_users(type(module)) or _is_layer(module)):
                 yield ".".join(filter(None, (name, plain_path(within)))), module
             seen.add(id(module))
 
@@ -287,9 +289,13 @@ def _is_users(kind: type) -> bool:
     return name.startswith(_METRICS) or name.partition(".")[0] not in _FRAMEWORKS
 
 
+def _is_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(_LAYERS)
+
+
 def _marks_of(module: nn.Module) -> Iterator[tuple[str, Mark]]:
     for name, value in vars(module).items():
-        if name in _OF_MODULES:
+        if name in _OF_MODULES or (_is_layer(module) and type(value) is not float):
             continue
         if type(value) is dict:  # of windows, as TorchRec's metrics have them
             for key, item in value.items():

@@ -185,13 +185,15 @@ def _dense(put: Put, tell: Callable[[], object], parameters: bool) -> None:
             training.wait_for_step()
         with lock:
             left, found = copies._left, victims.setdefault(copies, [])
-            chosen = [(each[2].data_ptr() in training.parameters) == parameters for each in left]
+            chosen = [
+                (each.tensor.data_ptr() in training.parameters) == parameters for each in left
+            ]
             found += [each for each, is_victim in zip(left, chosen, strict=True) if is_victim]
             left[:] = [each for each, is_victim in zip(left, chosen, strict=True) if not is_victim]
             make(copies)
             if in_background():
-                for source, target, _, _ in found:
-                    target.copy_(source)
+                for each in found:
+                    each.target.copy_(each.source)
                     tell()
 
     put(LateCopies, "make", make_others)

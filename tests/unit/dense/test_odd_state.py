@@ -91,6 +91,21 @@ class Counted(Odd):
         return float(counts.sum() + state["pairs"][0][0] + state["pairs"][1].sum())
 
 
+class Windows(Odd):
+    """An optimizer that keeps the last values by step, in dicts whose keys come and go."""
+
+    def factor(self, state: dict[str, Any], own: Any) -> float:
+        step = len(state["phase"])
+        history: dict[str, Any] = state.setdefault("history", {"counts": {}, "rows": {}})
+        history["counts"][f"step{step}"] = step
+        history["rows"][step] = torch.ones(step)
+        for kept, old in ((history["counts"], f"step{step - 3}"), (history["rows"], step - 3)):
+            kept.pop(old, None)
+        return sum(history["counts"].values()) + float(
+            sum(map(torch.sum, history["rows"].values()))
+        )
+
+
 class Twins(Odd):
     """A tensor of each parameter's state is one of its group, or the optimizer's own, as well."""
 
@@ -115,6 +130,8 @@ OPTIMIZERS: dict[str, Any] = {
     "sets and arrays in torchrec": lambda layers: keyed(layers, Counted),
     "text in torchrec": lambda layers: keyed(layers, Odd),
     "shared in torchrec": lambda layers: keyed(layers, Shared),
+    "windows": lambda layers: Windows(layers.parameters()),
+    "windows in torchrec": lambda layers: keyed(layers, Windows),
 }
 
 

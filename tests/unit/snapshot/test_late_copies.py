@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ VALUES = LEAST_BYTES // 4
 class Copied:
     """A parameter and its copy, which is to be made."""
 
-    def __init__(self) -> None:
-        self.parameter = nn.Parameter(torch.arange(VALUES, dtype=torch.float32))
+    def __init__(self, values: int = VALUES) -> None:
+        self.parameter = nn.Parameter(torch.arange(values, dtype=torch.float32))
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
         self.at_cut = self.parameter.detach().clone()
-        self.copy = torch.zeros(LEAST_BYTES, dtype=torch.uint8)
+        self.copy = torch.zeros(4 * values, dtype=torch.uint8)
         self.late = LateCopies(stepped_memory([self.parameter.detach()]))
         assert self.late.add(raw_bytes(self.parameter), self.copy)
         self.late.begin()
@@ -93,6 +94,21 @@ def test_a_write_by_hand_before_a_step_is_told(copied: Copied) -> None:
         copied.late.make()
 
 
+@pytest.mark.parametrize("values", [VALUES, VALUES + 1])
+def test_a_write_past_the_version_counter_is_told(values: int) -> None:
+    """Tell of writes through ``.data``, as libraries that average weights swap these in by."""
+    copied = Copied(values)
+    average = torch.full_like(copied.at_cut, 0.5)
+    copied.parameter.data.copy_(average)
+    with pytest.raises(SaveFailed, match="was written while it was being saved"):
+        copied.late.make()
+    copied = Copied(values)
+    copied.parameter.data.copy_(average)
+    copied.parameter.data.copy_(copied.at_cut)
+    copied.late.make()
+    assert copied.is_of_cut
+
+
 def test_memory_that_was_moved_is_not_read(copied: Copied) -> None:
     copied.parameter.data.share_memory_()  # frees the memory of before, unseen by counters
     with pytest.raises(SaveFailed, match="was written while it was being saved"):
@@ -146,10 +162,9 @@ def test_steps_and_the_background_at_once() -> None:
         copied.late.end()
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_after_a_write_by_hand_everything_is_copied_at_the_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event that late copies, of tensors of any size, wait for."""
     monkeypatch.setattr("torchrec_checknrun.snapshot.late_copies.LEAST_BYTES", 1)
     monkeypatch.setattr("torchrec_checknrun.snapshot.staging.LEAST_BYTES", 1)
     go, make = threading.Event(), LocalPart.make_late_copies
@@ -158,17 +173,28 @@ def test_after_a_write_by_hand_everything_is_copied_at_the_cut(
         assert go.wait(60)
         make(part)
 
+    monkeypatch.setattr(LocalPart, "make_late_copies", wait_and_make)
+    return go
+
+
+def dense_parameter(job: Job) -> torch.Tensor:
+    return next(p for n, p in job.model.named_parameters() if "embedding" not in n)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_after_a_write_by_hand_everything_is_copied_at_the_cut(
+    tmp_path: Path, held: threading.Event
+) -> None:
     job = build()
-    dense = next(p for n, p in job.model.named_parameters() if "embedding" not in n)
+    dense = dense_parameter(job)
     saver = checkpointer(tmp_path, job)
     job.train()
-    monkeypatch.setattr(LocalPart, "make_late_copies", wait_and_make)
     for failing in (True, False):
-        go.clear()
+        held.clear()
         saver.save(wait=False)
         with torch.no_grad():
             dense.mul_(2)
-        go.set()
+        held.set()
         if failing:
             with pytest.raises(SaveFailed, match="was written while it was being saved"):
                 saver.wait()
@@ -176,6 +202,41 @@ def test_after_a_write_by_hand_everything_is_copied_at_the_cut(
             assert saver.wait() is not None
         saver.steps += 1
     saver.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("ends", [False, True])
+def test_training_goes_on_after_a_write_by_hand(
+    tmp_path: Path, held: threading.Event, caplog: pytest.LogCaptureFixture, ends: bool
+) -> None:
+    """Lose that checkpoint with a warning, and end with an error only if none comes after it."""
+    job = build()
+    saver = checkpointer(tmp_path, job, every_steps=2)
+    job.train()
+    job.train()
+    saver.step()
+    saver.step()
+    average = dense_parameter(job).detach() / 2
+    dense_parameter(job).data.copy_(average)
+    held.set()
+    while not saver._saver.running.done:  # type: ignore[union-attr]  # one is running
+        time.sleep(0.001)
+    assert saver.step() is None
+    assert "was written while it was being saved" in caplog.text
+    if ends:
+        with pytest.raises(SaveFailed, match="was written while it was being saved"):
+            saver.close()
+        return
+    saver.step()
+    dense_parameter(job).data.zero_()
+    report = saver.wait()
+    assert report is not None
+    assert report.step == 4
+    saver.close()
+    again = build()
+    with checkpointer(tmp_path, again) as reader:
+        assert reader.restore() is not None
+    assert torch.equal(dense_parameter(again), average)
 
 
 class Odd:

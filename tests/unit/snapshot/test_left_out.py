@@ -182,6 +182,18 @@ def test_a_value_that_moves_later_is_told(told: Told) -> None:
     assert len(told(module, lambda: next(calls)())) == 1
 
 
+def test_rates_of_torchs_layers_that_move_are_told_once(told: Told) -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.1))
+
+    def train() -> None:
+        layers[1].momentum *= 0.9
+        layers[2].p += 0.01
+        layers(torch.ones(3, 2))
+
+    (line,) = told(layers, train)
+    assert "in no state dict: model.over.1.momentum, model.over.2.p. " in line
+
+
 def test_parameters_that_are_frozen_or_thawed_are_told_once(told: Told) -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     layers[0].weight.requires_grad_(False)
