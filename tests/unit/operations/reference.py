@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from tests.distributed.states import State
 
@@ -111,7 +112,8 @@ class Reference:
     def newest_points(self, count: int) -> list[str]:
         """Return the newest restorable points that a retention must keep: those of the newest
         lineage, and behind its beginning whatever else is there. Pinned ones and what they need
-        are not counted; nor are two that hold the same point.
+        are not counted; nor are two that hold the same point. Of two points with one number, as
+        after a copy from another root, either may be the newer one: none that follows is certain.
         """
         pinned = {id for pin in self.pins & self.there for id in self.chain(pin) or [pin]}
         whole = {i for i in self.counting & self.there if self.chain(i) is not None}
@@ -139,7 +141,12 @@ class Reference:
         points: dict[str, str] = {}
         for id in found:
             points.setdefault(self.known[id].original, id)
-        return [*points.values()][:count]
+        numbers = [self.known[id].sequence for id in set(self._originals(whole))]
+        certain = takewhile(lambda id: numbers.count(self.known[id].sequence) == 1, points.values())
+        return list(certain)[:count]
+
+    def _originals(self, ids: Iterable[str]) -> list[str]:
+        return [self.known[id].original for id in ids]
 
     def must_stay(self, keep: int) -> set[str]:
         """Return the originals' ids of the points that a pruning must leave restorable."""
@@ -154,3 +161,9 @@ class Reference:
         """Return the ids of checkpoints of which a verification must tell something."""
         own = self.there & (self.cut | self.flipped)
         return own | {id for id in self.there if self.chain(id) is None}
+
+    def may_be_told(self) -> set[str]:
+        """Return the ids of checkpoints of which a verification may tell something: they or what
+        they need are damaged.
+        """
+        return self.problems() | {id for id in self.there if not self.sound(id)}

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import ALL, examples
-from tests.unit.operations import keeping, running
+from tests.unit.operations import keeping, running, serving
 from tests.unit.operations.world import Action, World, world
 from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, Quantization, Retention
 
@@ -36,6 +36,9 @@ ACTIONS: dict[str, Action] = {
     "pin": keeping.pin,
     "unpin": keeping.unpin,
     "look": keeping.look,
+    "follow": serving.follow,
+    "publish": serving.publish,
+    "save_by_name": serving.save_by_name,
     "export": keeping.export,
     "move": keeping.move,
     "back_up": keeping.back_up,

@@ -18,7 +18,8 @@ from tests.distributed.models import Job
 from tests.distributed.states import State, gather, scramble
 from tests.unit.operations.lives import Compaction, Life, Processes
 from tests.unit.operations.reference import Known, Reference
-from torchrec_checknrun import Checkpointer
+from tests.unit.run.deltas import expected
+from torchrec_checknrun import Checkpointer, Follower
 from torchrec_checknrun.cli import main
 from torchrec_checknrun.compaction.compact import compact_in
 from torchrec_checknrun.errors import (
@@ -34,6 +35,7 @@ from torchrec_checknrun.root import lineage
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.run.compaction import Copied
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tracking import TrackedModel
 
 DAMAGE = (CorruptCheckpoint, ChainBroken)
 Link = tuple[str, str]
@@ -62,6 +64,9 @@ class World:
         self.seed = 0
         self._probe: Life | None = None
         self._loose = False
+        self.follower: Follower | None = None
+        self.direct: Life | None = None
+        self.tracked: TrackedModel | None = None
         Compaction.compact = self._compact_behind
 
     # --- looking
@@ -106,18 +111,19 @@ class World:
         return report.id, gather(probe.job), probe.job.steps
 
     def close_probe(self) -> None:
-        """Close the process that looks: its root is about to move."""
+        """Close the processes that look: their root is about to move."""
+        self.follower = None
         if self._probe is not None:
             self.processes.end(self._probe)
             self._probe = None
 
     # --- noting
 
-    def note(self, live: State | None = None, counts: bool = True) -> list[str]:
+    def note(self, run: Life | None = None, counts: bool = True) -> list[str]:
         """Note what was committed since the last look; return the ids.
 
         Args:
-            live: the state of the run that has committed, if one has.
+            run: the one that has committed, if one has.
             counts: whether it was this root's writer.
         """
         found = self.manifests()
@@ -127,22 +133,38 @@ class World:
             if counts:
                 self.facts.counting.add(id)
             if id not in self.facts.known:
-                self.facts.known[id] = self._known(id, live)
+                self.facts.known[id] = self._known(id, run)
         return new
 
-    def _known(self, id: str, live: State | None) -> Known:
+    def _known(self, id: str, run: Life | None) -> Known:
         manifest = read_manifest(Folder(self.root), id)
         name = parse_id(id)
         if name is not None and name.is_copy:
             assert manifest.previous is not None
             original = self.facts.known[manifest.previous.id]
             return known(manifest, original.state, original.steps, original.original)
-        assert live is not None, f"nobody was expected to commit {id}"
+        assert run is not None, f"nobody was expected to commit {id}"
+        live = gather(run.job)
+        self.facts.known[id] = found = known(manifest, live, run.job.steps, id)
         there = self.probe(id)
-        assert isinstance(there, tuple), (id, there)
-        _, state, steps = there
-        compare(id, state, live, self.life.lossy if self.life else True)
-        return known(manifest, state, steps, id)
+        if isinstance(there, tuple):
+            compare(id, there[1], self._restores_to(run, live), self.lossy)
+            found.state, found.steps = there[1:]
+        else:  # damage amid the chain, which saves don't look at; nobody can restore this one
+            assert not self.facts.sound(id), (id, there)
+        return found
+
+    def _restores_to(self, run: Life, live: State) -> State:
+        """Return what a restore of the run's last checkpoint gives, as far as that is known."""
+        if self.method is None or self.method.method != "delta":
+            return live
+        rows = {f"model/{name}.weight": values for name, values in expected(run.saver).items()}
+        return {name: rows.get(name, value) for name, value in live.items()}
+
+    @property
+    def lossy(self) -> bool:
+        """Return whether rows are stored with a loss that is not known beforehand."""
+        return self.method is not None and self.method.method != "delta"
 
     def gone(self) -> set[str]:
         """Note what was deleted since the last look; return the ids."""
@@ -156,7 +178,6 @@ class World:
     @contextmanager
     def pruning(self, keep: int | None) -> Iterator[None]:
         """Check that a pruning leaves what it must, and what a live run builds on."""
-        needed = self.needed()
         facts = self.facts
         if keep is None:
             before, must, ignored = set(facts.there), facts.points(), set[str]()
@@ -165,6 +186,7 @@ class World:
         yield
         if keep is not None:
             must = facts.must_stay(keep)
+        needed = self.needed()
         gone = self.gone()
         assert not gone & before, f"deleted: {gone & before}"
         lost = must - facts.points()
