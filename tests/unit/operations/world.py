@@ -158,7 +158,8 @@ class World:
         """Return what a restore of the run's last checkpoint gives, as far as that is known."""
         if self.method is None or self.method.method != "delta":
             return live
-        rows = {f"model/{name}.weight": values for name, values in expected(run.saver).items()}
+        found = {name.partition("[")[0]: v for name, v in expected(run.saver).items() if "/" not in name}
+        rows = {f"model/{name}.weight": values for name, values in found.items()}
         return {name: rows.get(name, value) for name, value in live.items()}
 
     @property
