@@ -197,6 +197,22 @@ def damage_manifest(world: World, choice: int) -> None:
         world.gone()
 
 
+def damage_pin(world: World, choice: int) -> None:
+    """Cut a pin: it keeps its checkpoint nevertheless, and is told of until it is rewritten."""
+    pins = sorted((world.facts.pins & world.facts.there) - world.facts.cut)
+    if not pins:
+        return
+    id = pins[choice % len(pins)]
+    file = world.root / id / "pinned"
+    file.write_bytes(file.read_bytes()[: choice % 9])
+    prune(world, choice)
+    code, out, error = world.run("verify", world.root, "--json")
+    assert code == 1 and id in out, (out, error)
+    again = choice % 2 or world.claims_hurt
+    code, _, error = world.run(*(("pin", world.root, id) if again else ("repair", world.root, "--yes")))
+    assert code == 0, error
+
+
 def damage_claim(world: World, choice: int) -> None:
     """Cut the latest claim, or delete it, after the run has ended."""
     world.end()

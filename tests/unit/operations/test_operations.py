@@ -47,6 +47,7 @@ ACTIONS: dict[str, Action] = {
     "damage": keeping.damage,
     "damage_manifest": keeping.damage_manifest,
     "damage_claim": keeping.damage_claim,
+    "damage_pin": keeping.damage_pin,
     "transplant": keeping.transplant,
 }
 WEIGHTS = ["save"] * 8 + ["prune"] * 3 + ["compact"] * 2 + ["fall_back", "adopt", "take_over"] * 2
