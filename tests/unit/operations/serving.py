@@ -24,8 +24,9 @@ def follow(world: World, choice: int) -> None:
     before = world.follower.version
     try:
         version = world.follower.poll()
-    except CheckNRunError as error:
-        assert world.claims_hurt or world.facts.newest() is None, error
+    except CheckNRunError:
+        if not world.claims_hurt and world.facts.newest() is not None:
+            raise
         return
     facts = world.facts
     wanted = facts.newest()

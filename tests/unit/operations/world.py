@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 
 from tests.crash.save_sweep import alone
-from tests.distributed.models import Job
 from tests.distributed.states import State, gather, scramble
 from tests.unit.operations.lives import Compaction, Life, Processes
 from tests.unit.operations.reference import Known, Reference
 from tests.unit.run.deltas import expected
-from torchrec_checknrun import Checkpointer, Follower
+from torchrec_checknrun import Follower
 from torchrec_checknrun.cli import main
 from torchrec_checknrun.compaction.compact import compact_in
 from torchrec_checknrun.errors import (
+    ChainBroken,
     CheckNRunError,
     ClaimDamaged,
     CorruptCheckpoint,
-    ChainBroken,
     StorageFailed,
 )
 from torchrec_checknrun.format.manifest import Manifest
@@ -38,7 +37,6 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tracking import TrackedModel
 
 DAMAGE = (CorruptCheckpoint, ChainBroken)
-Link = tuple[str, str]
 
 
 class World:
@@ -63,7 +61,6 @@ class World:
         self.log: list[str] = []
         self.seed = 0
         self._probe: Life | None = None
-        self._loose = False
         self.follower: Follower | None = None
         self.direct: Life | None = None
         self.tracked: TrackedModel | None = None
@@ -158,7 +155,9 @@ class World:
         """Return what a restore of the run's last checkpoint gives, as far as that is known."""
         if self.method is None or self.method.method != "delta":
             return live
-        found = {name.partition("[")[0]: v for name, v in expected(run.saver).items() if "/" not in name}
+        found = {
+            name.partition("[")[0]: v for name, v in expected(run.saver).items() if "/" not in name
+        }
         rows = {f"model/{name}.weight": values for name, values in found.items()}
         return {name: rows.get(name, value) for name, value in live.items()}
 
@@ -177,23 +176,22 @@ class World:
         return gone
 
     @contextmanager
-    def pruning(self, keep: int | None) -> Iterator[None]:
-        """Check that a pruning leaves what it must, and what a live run builds on."""
+    def pruning(self, keep: int | None, by_run: bool = False) -> Iterator[None]:
+        """Check that a pruning leaves what it must, and what a live run builds on.
+
+        Args:
+            keep: None: nothing is to be deleted.
+            by_run: a run's own pruning, which leaves alone what does not count.
+        """
         facts = self.facts
-        if keep is None:
-            before, must, ignored = set(facts.there), facts.points(), set[str]()
-        else:
-            before, must, ignored = set[str](), set[str](), facts.there - facts.counting
         yield
-        if keep is not None:
-            must = facts.must_stay(keep)
-        needed = self.needed()
+        must = facts.points() if keep is None else facts.must_stay(keep)
+        stay = facts.there - facts.counting if by_run else set[str]()
+        stay |= facts.there if keep is None else self.needed()
         gone = self.gone()
-        assert not gone & before, f"deleted: {gone & before}"
+        assert not gone & stay, f"deleted: {gone & stay}"
         lost = must - facts.points()
         assert not lost, f"lost: {lost}, deleted: {gone}"
-        assert not gone & needed, f"the run builds on {gone & needed}"
-        del ignored
 
     def needed(self) -> set[str]:
         """Return what the next checkpoint of the live run may build on."""
@@ -261,10 +259,6 @@ class World:
         self._check_newest()
         for id in facts.there:
             self._check_restore(id)
-
-    def loose(self) -> bool:
-        """Return whether a claim may be missing, as of checkpoints of another root."""
-        return self._loose
 
     def ask_what_counts(self) -> None:
         """Take what a listing says for what counts of checkpoints that come from another root."""
@@ -364,4 +358,3 @@ def world(folder: Path, method: Any, **options: Any) -> Iterator[World]:
 
 
 Action = Callable[[World, int], None]
-__all__ = ["Action", "Checkpointer", "Job", "World", "compare", "world"]
