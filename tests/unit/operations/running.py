@@ -168,10 +168,11 @@ def take_over(world: World, choice: int) -> None:
         patch.setattr(Lease, "check", lambda self: None)
         patch.setattr(type(old.writer), "prune", lambda *_: None)
         with suppress(SaveFailed):
-            world.train(old, 1)
-            with world.acting(old):
-                old.saver.save()
-        world.note(old, counts=False)
+            for _ in range(1 + choice % 2):
+                world.train(old, 1)
+                with world.acting(old):
+                    old.saver.save()
+                world.note(old, counts=False)
     with suppress(CheckNRunError):
         world.processes.end(old)
     world.processes.dead.add(old.name)
@@ -181,7 +182,7 @@ def adopt(world: World, choice: int) -> None:
     """Make one of the ignored checkpoints count, or several."""
     facts = world.facts
     others = facts.in_order(facts.there - facts.counting)
-    ids = others[choice % 3 : choice % 3 + 2] or others[:1]
+    ids = others[choice % 3 : choice % 3 + 1 + choice % 2] or others[:1]
     if not ids:
         return
     code, _, error = world.run("adopt", world.root, *ids, "--yes")
