@@ -145,6 +145,7 @@ def fall_back(world: World, choice: int) -> None:
     assert report is not None
     assert report.id == id
     compare(id, gather(life.job), world.facts.known[id].state, lossy=False)
+    life.job.data_seed += 1000  # what follows differs from what it did before
 
 
 def unlock(world: World, choice: int) -> None:
@@ -158,24 +159,32 @@ def take_over(world: World, choice: int) -> None:
     """Let a run commit after another one has taken the root over: that does not count."""
     if world.life is None or world.claims_hurt:
         return
-    old, world.life = world.life, None
+    old = world.life
     if old.writer._lease is None or world.hurt or world.run("unlock", world.root, "--yes")[0]:
-        world.life = old
         return
+    world.life = None
+    if choice % 3:
+        _commit_late(world, old, 1 + choice % 2)
     restart(world, choice)
     save(world, choice)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lease, "check", lambda self: None)
-        patch.setattr(type(old.writer), "prune", lambda *_: None)
-        with suppress(SaveFailed):
-            for _ in range(1 + choice % 2):
-                world.train(old, 1)
-                with world.acting(old):
-                    old.saver.save()
-                world.note(old, counts=False)
+    if not choice % 3:  # with the number of what the new one has saved
+        _commit_late(world, old, 1 + choice % 2)
     with suppress(CheckNRunError):
         world.processes.end(old)
     world.processes.dead.add(old.name)
+
+
+def _commit_late(world: World, old: Life, count: int) -> None:
+    """Let a run commit that looked at its claim right before it was taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lease, "check", lambda self: None)
+        patch.setattr(type(old.writer), "before_commit", lambda *_, **__: None)
+        patch.setattr(type(old.writer), "prune", lambda *_: None)
+        for _ in range(count):
+            world.train(old, 1)
+            with world.acting(old):
+                old.saver.save()
+            assert len(world.note(old, counts=False)) == 1
 
 
 def adopt(world: World, choice: int) -> None:

@@ -87,7 +87,7 @@ def a_copy_lacks_the_newest_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 SAVES: Steps = [("save", 0)] * 3
-ADOPTED: Steps = [("take_over", 1), ("kill", 1), ("adopt", 0), ("prune", 1)]
+ADOPTED: Steps = [("take_over", 3), ("kill", 1), ("adopt", 0), ("prune", 1)]
 KILLED: Steps = [("kill", 1), ("prune", 1)]
 CASES: list[tuple[Break, str, int | None, Steps]] = [
     (parents_go, "exact", None, [*SAVES, ("prune", 3)]),
