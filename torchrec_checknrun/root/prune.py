@@ -370,8 +370,8 @@ def _check_readable(root: Folder, listing: Listing, *, by_person: bool) -> None:
 def _look(
     root: Folder, found: Iterable[Manifest]
 ) -> tuple[set[str], set[str], set[str], list[tuple[str, str]]]:
-    """Return the ids of checkpoints that are pinned, damaged (files missing or too short), and
-    deleted meanwhile; and temporary files, by id and name.
+    """Return the ids of checkpoints that are pinned, damaged (files of another size), and deleted
+    meanwhile; and temporary files, by id and name.
     """
     pinned, damaged, gone = set[str](), set[str](), set[str]()
     temporary: list[tuple[str, str]] = []
@@ -383,6 +383,15 @@ def _look(
         if is_pinned(root / manifest.id):
             pinned.add(manifest.id)
         temporary += [(manifest.id, name) for name in files if _TEMPORARY.fullmatch(name)]
-        if files_problem(manifest, files) is not None:
+        if files_problem(manifest, files) is not None or _is_cut(root, manifest, files):
             damaged.add(manifest.id)
     return pinned, damaged, gone, temporary
+
+
+def _is_cut(root: Folder, known: Manifest, files: Mapping[str, int]) -> bool:
+    """Return whether a manifest, known from an earlier look, has another size and is damaged."""
+    try:
+        size = files.get(MANIFEST_NAME, known.size)
+        return size != known.size and read_manifest(root, known.id).link != known.link
+    except CheckNRunError:
+        return True

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.chains import write
-from tests.unit.root.commits import ROWS, leftover, part, write_full
+from tests.unit.root.commits import ROWS, commit, leftover, part, write_full
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, PRIORITY_SAVES, checkpoint_id
@@ -248,6 +248,21 @@ def test_damaged_checkpoints_are_not_counted(root: Folder) -> None:
     assert chain is not None
     assert chain.head.id == third.id
     assert {first.id, second.id} < set(root.names())
+
+
+def test_a_manifest_that_was_cut_meanwhile_is_not_counted(root: Folder) -> None:
+    """Keep what a restore would choose, although the run remembers the manifest as it was."""
+    made = [commit(root) for _ in range(4)]
+    lease = Lease(root)
+    lease.acquire(lambda _: [manifest.id for manifest in made])
+    known: dict[str, Manifest] = {}
+    prune(root, Retention(9), own=lease.claim, known=known)
+    assert len(known) == 4
+    path = root / made[2].id
+    path.put(MANIFEST_NAME, path.read(MANIFEST_NAME)[:-20])
+    done = prune(root, Retention(2), own=lease.claim, known=known)
+    lease.release()
+    assert list(done.verdict.delete) == [made[0].id]
 
 
 @pytest.mark.parametrize("stop_after", range(8))
