@@ -132,7 +132,9 @@ def back_up(world: World, choice: int) -> None:
 
 
 def put_back(world: World, choice: int) -> None:
-    """Put a checkpoint back from the copy: one that is damaged, or gone."""
+    """Put a checkpoint back from the copy: one that is damaged, or gone. It may have to be adopted,
+    if the root was claimed meanwhile: the claim lists what there was.
+    """
     facts, backup = world.facts, world.folder / "backup"
     there = {path.parent.name for path in backup.glob(f"*/{MANIFEST_NAME}")}
     wanted = sorted(there & (facts.cut | facts.flipped | (facts.known.keys() - facts.there)))
@@ -148,6 +150,9 @@ def put_back(world: World, choice: int) -> None:
     if (world.root / id / "pinned").exists():
         facts.pins.add(id)
     world.hurt = True
+    listed = world.json("ls", world.root)["checkpoints"]
+    if [one["status"] for one in listed if one["id"] == id] == ["ignored"]:
+        facts.counting.discard(id)
 
 
 def delete(world: World, choice: int) -> None:

@@ -167,8 +167,9 @@ def take_over(world: World, choice: int) -> None:
         _commit_late(world, old, 1 + choice % 2)
     restart(world, choice)
     save(world, choice)
-    if not choice % 3:  # with the number of what the new one has saved
+    if not choice % 3:  # with the number of what the new one has saved, whose next save says so
         _commit_late(world, old, 1 + choice % 2)
+        world.hurt = True
     with suppress(CheckNRunError):
         world.processes.end(old)
     world.processes.dead.add(old.name)

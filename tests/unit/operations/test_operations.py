@@ -75,7 +75,7 @@ def operate(made: World, actions: Steps) -> None:
 
 
 @pytest.mark.timeout(3600)
-@settings(quick, max_examples=examples(300, quick=4))
+@settings(quick, max_examples=examples(150, quick=4))
 @given(
     method=st.sampled_from(list(METHODS)),
     policy=st.sampled_from(POLICIES),
