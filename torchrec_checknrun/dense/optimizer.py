@@ -375,6 +375,8 @@ class DenseOptimizer:
         """Yield all that is stored elsewhere than with a wrapper."""
         yield from self._elsewhere
         yield from self._names
+        for node in self.nest:
+            yield from (node.optimizer.state, node.optimizer.param_groups)
         for node in found:
             yield from own_parameters(node).values()
             yield from parameters_of(node.optimizer)

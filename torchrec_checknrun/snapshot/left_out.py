@@ -35,7 +35,7 @@ logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 _FRAMEWORKS = frozenset({"torch", "torchrec", "fbgemm_gpu", "torchrec_checknrun"})
 """Packages whose modules count for themselves, and keep in their state dicts what matters."""
 _LAYERS = "torch.nn.modules."
-"""PyTorch's layers, of which only rates are looked at: a dropout's, say, that programs may move."""
+"""PyTorch's layers, of which only rates are looked at: programs move a dropout's, say."""
 _METRICS = "torchrec.metrics."
 """TorchRec's metrics, which have windows of batches in no state dict."""
 _OF_MODULES = frozenset(vars(nn.Module()))

@@ -196,3 +196,36 @@ def test_a_tensor_that_comes_back_as_two_is_told_of(
     told = [line for line in caplog.messages if "will not be the same tensor" in line]
     assert ["Twins.calls" in line for line in told] == [True, False]
     assert "Twins.param_groups[…]['rounds']" in told[1]
+
+
+class Fast(Odd):
+    """An optimizer around another one, with that one's state at hand, as Lookahead has it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.optimizer = torch.optim.Adam(self.param_groups[0]["params"])
+        self.fast_state = self.optimizer.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded
+        self.optimizer.step()
+        super().step(closure)
+
+    def factor(self, state: dict[str, Any], own: Any) -> float:
+        return float(len(self.fast_state))
+
+
+def test_another_ones_state_at_hand_is_not_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layers, again = model(), model()
+    optimizer, other = Fast(layers.parameters()), Fast(again.parameters())
+    train(layers, optimizer)
+    with Checkpointer(tmp_path, model=layers, state={"optimizer": optimizer}) as saver:
+        saver.save()
+    train(layers, optimizer, seed=2)
+    with Checkpointer(tmp_path, model=again, state={"optimizer": other}) as saver:
+        saver.restore()
+    train(again, other, seed=2)
+    assert all(map(torch.equal, layers.parameters(), again.parameters()))
+    assert other.fast_state is other.optimizer.state
+    assert "fast_state" not in caplog.text
