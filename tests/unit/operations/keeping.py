@@ -132,8 +132,9 @@ def back_up(world: World, choice: int) -> None:
 
 
 def put_back(world: World, choice: int) -> None:
-    """Put a checkpoint back from the copy: one that is damaged, or gone. It may have to be adopted,
-    if the root was claimed meanwhile: the claim lists what there was.
+    """Put a checkpoint back from the copy: one that is damaged, or gone.
+
+    Where the root was claimed meanwhile, `adopt` makes it count: the claim lists what there was.
     """
     facts, backup = world.facts, world.folder / "backup"
     there = {path.parent.name for path in backup.glob(f"*/{MANIFEST_NAME}")}
