@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
 from torchrec_checknrun.dense.tree import is_optimizer
-from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.memory_spans import MemorySpans
 
 _CODE = (
@@ -70,7 +69,7 @@ class References:
 
     @functools.cached_property
     def _memory(self) -> MemorySpans:
-        return MemorySpans(tensor for value in self._kept for tensor in _with_memory(value))
+        return MemorySpans([tensor for value in self._kept for tensor in _with_memory(value)])
 
     def __contains__(self, value: object) -> bool:
         if isinstance(value, _PLAIN) and type(value) in _PLAIN:
@@ -106,7 +105,8 @@ def _with_memory(value: object) -> Iterator[torch.Tensor]:
     """Yield a tensor's parts on this rank that have memory; none for an empty tensor."""
     for tensor in local_tensors(value):
         try:
-            known = is_dense(tensor) and tensor.untyped_storage().data_ptr()
+            plain = tensor.layout is torch.strided and not tensor.is_nested
+            known = plain and tensor.untyped_storage().data_ptr()
         except (NotImplementedError, RuntimeError, ValueError):  # a subclass without memory
             continue
         if known and tensor.numel():

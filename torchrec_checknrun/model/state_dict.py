@@ -94,13 +94,15 @@ class StoredTables:
 
     def __init__(self, tables: Iterable[str], shards: Iterable[LocalShard]) -> None:
         self._tables = set(tables)
-        self.memory = MemorySpans(tensor for shard in shards for tensor in shard.tensors)
+        self.memory = MemorySpans([tensor for shard in shards for tensor in shard.tensors])
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a local tensor is a view of table memory; an empty one always is."""
         if not tensor.numel():
             return True
-        return is_dense(tensor) and self.memory.cover(tensor)
+        plain = tensor.layout is torch.strided and type(tensor) is torch.Tensor
+        known = (plain or is_dense(tensor)) and tensor.untyped_storage().data_ptr()
+        return known in self.memory.storages and self.memory.cover(tensor)
 
     def is_table(self, parameter: torch.Tensor) -> bool:
         """Return whether an optimizer's parameter is a table, by its memory on this rank."""
@@ -201,7 +203,7 @@ class _Walk:
 
     def _dict(self, value: dict[Any, Any], path: Path) -> dict[Any, Any]:
         kept = {}
-        memory = self._stored.memory
+        memory, storages = self._stored.memory, self._stored.memory.storages
         for key, item in value.items():
             kind = type(item)
             if kind in _SIMPLE:
@@ -214,7 +216,7 @@ class _Walk:
                 if not (
                     item.layout is torch.strided
                     and (kind is torch.Tensor or is_dense(item))
-                    and item.untyped_storage().data_ptr() in memory
+                    and item.untyped_storage().data_ptr() in storages
                     and item.numel()
                     and memory.cover(item)
                 ):

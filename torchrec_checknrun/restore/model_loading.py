@@ -52,7 +52,7 @@ def copied(
         return {}
     own = (*model.parameters(), *model.buffers())
     memory = {_address(local) for tensor in own for local in _locals(tensor)}
-    stored = StoredTables(tracked.tables, (shard.local for shard in tracked.shards))
+    stored = StoredTables(tracked.tables, [shard.local for shard in tracked.shards])
     found = {name: _locals(value) for name, value in content.items()}
     return {
         name: locals_

@@ -48,6 +48,7 @@ from torchrec_checknrun.values.state import Tree, is_sharded, tree_items
 logger = logging.getLogger(__name__)
 
 _NONE: Mapping[str, str] = MappingProxyType({})
+_NO_TABLES = StoredTables((), ())
 Merge = Callable[[list[Any]], Any]
 """Makes one rank's state from the saved states of all ranks (in rank order), for another number of
 ranks.
@@ -164,7 +165,7 @@ class StateRestore:
         self._read: dict[str, list[Any]] = {}
         self._by_blocks: frozenset[int] = frozenset()
         self._from_trees: frozenset[int] = frozenset()
-        self._stored = StoredTables((), ())
+        self._stored = _NO_TABLES
         self.skipped: list[str] = []
 
     def fit_optimizers(

@@ -17,6 +17,9 @@ class MemorySpans:
 
     Args:
         tensors: dense tensors with memory; empty ones take none.
+
+    Attributes:
+        storages: the addresses of these storages.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -26,10 +29,7 @@ class MemorySpans:
             if tensor.numel():
                 storage = tensor.untyped_storage().data_ptr()
                 self._spans.setdefault(storage, []).append(_span(tensor))
-
-    def __contains__(self, storage: object) -> bool:
-        """Return whether any of the tensors is in the storage at an address."""
-        return storage in self._spans
+        self.storages = self._spans.keys()
 
     def cover(self, tensor: torch.Tensor) -> bool:
         """Return whether all bytes of a tensor with memory are those of the tensors."""

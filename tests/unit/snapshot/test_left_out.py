@@ -183,11 +183,12 @@ def test_a_value_that_moves_later_is_told(told: Told) -> None:
 
 
 def test_rates_of_torchs_layers_that_move_are_told_once(told: Told) -> None:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.1))
+    normalise, drop = nn.BatchNorm1d(2), nn.Dropout(0.1)
+    layers = nn.Sequential(nn.Linear(2, 2), normalise, drop)
 
     def train() -> None:
-        layers[1].momentum *= 0.9
-        layers[2].p += 0.01
+        normalise.momentum = 0.9 * (normalise.momentum or 1)
+        drop.p += 0.01
         layers(torch.ones(3, 2))
 
     (line,) = told(layers, train)

@@ -19,7 +19,7 @@ def test_views_of_what_is_held_are_covered() -> None:
 def test_neighbours_in_the_same_storage_are_not() -> None:
     flat = torch.zeros(12)
     spans = MemorySpans([flat[2:6], flat[8:10]])
-    assert flat.untyped_storage().data_ptr() in spans
+    assert flat.untyped_storage().data_ptr() in spans.storages
     for other in (flat, flat[:2], flat[6:8], flat[5:9], flat[1:3], flat[10:], torch.zeros(4)):
         assert not spans.cover(other)
 
@@ -30,4 +30,4 @@ def test_columns_and_empty_tensors() -> None:
     assert spans.cover(table[:, 4:])
     assert spans.cover(table[2, 6:])
     assert not spans.cover(table[0, :4])
-    assert torch.zeros(0).untyped_storage().data_ptr() not in MemorySpans([torch.zeros(0)])
+    assert torch.zeros(0).untyped_storage().data_ptr() not in MemorySpans([torch.zeros(0)]).storages
