@@ -28,7 +28,7 @@ SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 SITE := NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-online check lint docs test test-full race soak campaign versions clean $(GROUPS)
+.PHONY: help env demo demo-online check lint docs test test-full race sanitize soak campaign versions clean $(GROUPS)
 
 help:
 	@echo 'make demo        the main job with a killed rank, see README; DATA=train.txt: on real Criteo data'
@@ -36,6 +36,7 @@ help:
 	@echo 'make test        make check and all tests but the slow ones; ARGS="-k name": more for pytest'
 	@echo 'make test-full   the slow tests too, and all examples of property tests'
 	@echo 'make race        a million races for rows between training and a save, with a thread sanitizer'
+	@echo 'make sanitize    the compiled kernel under address and undefined behaviour sanitizers: half an hour'
 	@echo 'make soak        1,000 checkpoints with random faults; nothing may grow or be lost'
 	@echo 'make campaign    kills, storage faults, damage, hostile inputs: most of an hour'
 	@echo 'make versions    the tests with other releases of torch, FBGEMM and TorchRec; ARGS=--quick: some'
@@ -127,6 +128,23 @@ race:
 	@mkdir -p build
 	$(CXX) -std=c++17 -O1 -g -fsanitize=thread -pthread tests/race/copy_on_write.cpp -o build/race
 	TSAN_OPTIONS='halt_on_error=1 exitcode=66' build/race 1000000
+
+# The kernel under the address and undefined behaviour sanitizers, in a copy of the tree: a report ends the process. Python
+# itself is not built with them, so they are loaded first, and do not look for leaks.
+SANITIZED := build/sanitized
+SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr
+CALLS_KERNEL := codecs delta format marks memory recovery restore run save serve snapshot test_native.py
+sanitize: $(STAMP)
+	rm -rf $(SANITIZED)
+	mkdir -p $(SANITIZED)
+	git ls-files -z | xargs -0 cp --parents -t $(SANITIZED)
+	cd $(SANITIZED) && CFLAGS='-fno-omit-frame-pointer $(SANITIZE)' LDFLAGS='$(SANITIZE)' \
+		$(abspath $(PY)) setup.py --quiet build_ext --inplace
+	cd $(SANITIZED) && export PYTHONPATH=$(abspath $(SANITIZED)) ASAN_OPTIONS=detect_leaks=0 \
+		UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" && \
+		$(abspath $(PY)) -m pytest -m 'not slow' $(addprefix tests/unit/,$(CALLS_KERNEL)) && \
+		$(abspath $(PY)) -W ignore -m tests.campaign --part hostile
 
 soak: $(STAMP)
 	$(PY) -W ignore -m tests.crash.soak --checkpoints 1000 --json recipes/results/soak.json

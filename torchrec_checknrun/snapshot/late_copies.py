@@ -43,7 +43,7 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 def _words(data: np.ndarray) -> bytes:
     """Return words of row-major bytes, from all over them; training waits for this at the cut."""
-    words = data[: len(data) // 8 * 8].view(np.uint64)
+    words = data.data[: len(data) // 8 * 8].cast("Q")  # sooner than NumPy's view
     return words[:: len(words) // _WORDS | 1].tobytes()  # odd: of different columns
 
 
