@@ -91,7 +91,9 @@ class World:
         assert code == 0, (arguments, err)
         return json.loads(out)
 
-    def probe(self, id: str | None) -> tuple[str, State, int] | CheckNRunError | None:
+    def probe(
+        self, id: str | None
+    ) -> tuple[str, State, int] | CheckNRunError | StorageFailed | None:
         """Restore into another process's model; return what was restored, or the error."""
         if self._probe is None:
             self._probe = self.processes.start(self.root, 1, True)
@@ -101,7 +103,7 @@ class World:
             try:
                 report = probe.saver.restore(id)
             except (CheckNRunError, StorageFailed) as error:
-                return error  # type: ignore[return-value]
+                return error
         if report is None:
             return None
         assert report.step == probe.saver.steps
