@@ -7,9 +7,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 ALL = os.environ.get("CHECKNRUN_TESTS") == "full"
 """True in a full run."""
+OF_HISTORIES = settings(
+    derandomize=not ALL,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+"""For long random histories: the same ones in each quick run, and none is shortened."""
 
 
 def examples(count: int, quick: int | None = None) -> int:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import ALL, examples
+from tests.examples import OF_HISTORIES, examples
 from tests.unit.operations import keeping, running, serving
 from tests.unit.operations.world import Action, World, world
 from torchrec_checknrun import Consecutive, Full, Intermittent, OneShot, Quantization, Retention
@@ -55,13 +55,6 @@ steps = st.lists(
     st.tuples(st.sampled_from([*WEIGHTS, *ACTIONS]), st.integers(0, 11)), min_size=6, max_size=16
 )
 Steps = list[tuple[str, int]]
-quick = settings(
-    derandomize=not ALL,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
 
 
 def operate(made: World, actions: Steps) -> None:
@@ -75,7 +68,7 @@ def operate(made: World, actions: Steps) -> None:
 
 
 @pytest.mark.timeout(3600)
-@settings(quick, max_examples=examples(150, quick=4))
+@settings(OF_HISTORIES, max_examples=examples(150, quick=4))
 @given(
     method=st.sampled_from(list(METHODS)),
     policy=st.sampled_from(POLICIES),

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.crash.save_sweep import alone
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
 from tests.distributed.states import gather, scramble
-from tests.examples import ALL, examples, some_of
+from tests.examples import OF_HISTORIES, examples, some_of
 from tests.unit.run.deltas import TABLES, delta, lc, saving, sound
 from tests.unit.run.plain_links import Known, follow
 from tests.unit.run.test_delta_failures import fails_when_written, storage_fails
@@ -251,13 +251,6 @@ class History:
 
 ACTIONS = ["save", "save", "save", "save", "fail", "stay_unknown", "give_up", "evict", "write_odd",
            "fall_back", "restart", "grow", "compact", "compact", "lose", "prune"]  # fmt: skip
-quick = settings(
-    derandomize=not ALL,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
 
 
 @contextmanager
@@ -318,7 +311,7 @@ def test_what_is_lost_is_found(
 
 
 @pytest.mark.timeout(1800)
-@settings(quick, max_examples=examples(250, quick=4))
+@settings(OF_HISTORIES, max_examples=examples(250, quick=4))
 @given(
     method=st.sampled_from(list(METHODS)),
     actions=st.lists(
