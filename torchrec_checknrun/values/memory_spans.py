@@ -8,8 +8,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
+
+
+class _Blocks(NamedTuple):
+    """Blocks of bytes at equal distances: columns of a matrix, or one block (of a count of one)."""
+
+    start: int
+    width: int
+    period: int
+    count: int
+
+    def hold(self, other: _Blocks) -> bool:
+        """Return whether all bytes of other blocks are in these; of other periods none is told."""
+        if other.count > 1 and other.period != self.period:
+            return False
+        first, inside = divmod(other.start - self.start, self.period)
+        return inside + other.width <= self.width and 0 <= first <= self.count - other.count
 
 
 class MemorySpans:
@@ -24,27 +41,43 @@ class MemorySpans:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._columns: dict[int, list[_Blocks]] = {}
         self._merged: dict[int, list[tuple[int, int]]] = {}
         for tensor in tensors:
             if tensor.numel():
                 storage = tensor.untyped_storage().data_ptr()
-                self._spans.setdefault(storage, []).append(_span(tensor))
+                spans = self._spans.setdefault(storage, [])
+                blocks = _blocks(tensor)
+                if blocks is None:
+                    continue
+                if blocks.count == 1:
+                    spans.append((blocks.start, blocks.start + blocks.width))
+                else:
+                    self._columns.setdefault(storage, []).append(blocks)
         self.storages = self._spans.keys()
 
     def cover(self, tensor: torch.Tensor) -> bool:
-        """Return whether all bytes of a tensor with memory are those of the tensors."""
+        """Return whether all bytes of a tensor with memory are those of the tensors.
+
+        Columns of a matrix are found in columns of a single tensor only, and tensors with gaps of
+        several sizes not at all.
+        """
         storage = tensor.untyped_storage().data_ptr()
         if storage not in self._spans:
             return False
         if storage not in self._merged:
             self._merged[storage] = _merged(self._spans[storage])
         spans = self._merged[storage]
-        start, end = _span(tensor)
+        start, end = _hull(tensor)
         at = bisect_right(spans, start, key=_start) - 1
-        return at >= 0 and end <= spans[at][1]
+        if at >= 0 and end <= spans[at][1]:
+            return True
+        columns = self._columns.get(storage, [])
+        blocks = _blocks(tensor) if columns else None
+        return blocks is not None and any(held.hold(blocks) for held in columns)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _hull(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte, and behind its last one."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
@@ -52,6 +85,27 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in strides)
     return start, start + (last + 1) * tensor.element_size()
+
+
+def _blocks(tensor: torch.Tensor) -> _Blocks | None:
+    """Return the bytes of a tensor as blocks; None for gaps of several sizes."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return _Blocks(start, tensor.nbytes, tensor.nbytes, 1)
+    width, period, count = tensor.element_size(), 0, 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        step = stride * tensor.element_size()
+        if size == 1 or step == 0:
+            continue
+        if count == 1 and step <= width:  # Neighbours, or windows that overlap: one block.
+            width += (size - 1) * step
+        elif count == 1:
+            period, count = step, size
+        elif step == period * count:
+            count *= size
+        else:
+            return None
+    return _Blocks(start, width, period or width, count)
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
