@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import tempfile
 import time
 import traceback
@@ -63,7 +62,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
     met: Counter[str] = Counter()
     started = time.monotonic()
     with given.out.open("a") as out:
@@ -80,7 +78,8 @@ def main() -> None:
                     small = shrunk(program)
                     outcome = run(small)
                 told = outcome.lost or [outcome.refused or outcome.invalid or ""]
-                print(f"{seed} {name}\n  {program}\n  {small}", *told[:40], sep="\n    ", file=out)
+                told = [*told[:30], *(f"warned: {line}" for line in sorted(set(outcome.warnings)))]
+                print(f"{seed} {name}\n  {program}\n  {small}", *told, sep="\n    ", file=out)
                 out.flush()
             met.update(f"fact: {fact}" for fact in set(outcome.facts) if fact)
         print(f"{time.monotonic() - started:.0f} s", file=out)

@@ -51,13 +51,15 @@ class Outcome:
         refused: the error that a restore, a save or the making of a Checkpointer gave, if one did.
         invalid: the error that the program ends in without a Checkpointer, if it does.
         lost: differences, of the end or of a checkpoint.
-        facts: how often what was met.
+        facts: what else was met.
+        warnings: what the package has logged.
     """
 
     refused: str | None = None
     invalid: str | None = None
     lost: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -126,15 +128,18 @@ class Runs:
         training = Training(self.program, seed, at)
         saver = self.saver(training, **self.options())
         report = saver.restore()
-        source = None if report is None else report.source
-        self.outcome.facts.append(f"restored from {source} instead of {way}"[: 100 if source != way else 0])
+        source = "nothing" if report is None else report.source
+        if source != way != "fresh":
+            self.outcome.facts.append(f"restored from {source} instead of {way}")
         if report is None and seed:
             assert newest is None, "a checkpoint was committed, and there is none"
             self.die()
             return self.begin(0, "fresh")
-        if report is None:
-            return training, saver
-        assert training.place.position == at, f"at {training.place.position}, not {at}, by {source}"
+        if report is not None:
+            if source == "checkpoint" and newest is not None:
+                at = self.cuts[newest.id].position
+            found = training.place.position
+            assert found == at, f"at {found}, not {at}, by {source}"
         return training, saver
 
     def go_on(self, training: Training, saver: Checkpointer, until: int) -> None:
@@ -209,7 +214,7 @@ def undisturbed(program: Program) -> Live:
 def outcome_of(program: Program, folder: Path) -> Outcome:
     """Run a program without an end, and again killed and restored; compare all of it."""
     outcome = Outcome()
-    with quiet():
+    with quiet(outcome.warnings):
         try:
             wanted = undisturbed(program)
         except Exception as error:
@@ -268,11 +273,11 @@ def _compare_checkpoints(program: Program, runs: Runs) -> None:
 
 
 class Lines(logging.Handler):
-    """What the package has logged, from warnings on."""
+    """Keep what the package logs, from warnings on."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: list[str]) -> None:
         super().__init__(logging.WARNING)
-        self.found: list[str] = []
+        self.found = found
 
     def emit(self, record: logging.LogRecord) -> None:
         self.found.append(record.getMessage())
@@ -288,12 +293,18 @@ def compact_now(root: Folder, original: Manifest) -> Copied:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet(warnings: list[str]) -> Iterator[None]:
     """Run in a group of one rank, without streams, with compactions in this process."""
+    logger, lines = logging.getLogger("torchrec_checknrun"), Lines(warnings)
     with alone(), no_streams(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger, "propagate", False)
+        logger.addHandler(lines)
         Compaction.compact = compact_now
         patch.setattr(going_on, "CompactionProcess", Compaction)
-        yield
+        try:
+            yield
+        finally:
+            logger.removeHandler(lines)
 
 
 def run_in(folder: Path, program: Program) -> Outcome:

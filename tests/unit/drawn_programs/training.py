@@ -150,8 +150,7 @@ class Training:
         pipeline = kind(self.model, optimizer, device=CPU)
 
         def progress(train: Training) -> float:
-            pipeline.progress(batches)
-            return 0.0
+            return float(pipeline.progress(batches).sum())
 
         return progress
 
