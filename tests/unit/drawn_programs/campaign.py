@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 import time
 import traceback
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
     met: Counter[str] = Counter()
     started = time.monotonic()
     with given.out.open("a") as out:

@@ -131,7 +131,7 @@ DENSE: dict[str, Callable[[Parameters], Optimizer]] = {
 def stages() -> list[WarmupStage]:
     return [
         WarmupStage(WarmupPolicy.LINEAR, 3, 0.1),
-        WarmupStage(WarmupPolicy.CONSTANT, 2, 0.5),
+        WarmupStage(WarmupPolicy.CONSTANT, 5, 0.5),
         WarmupStage(WarmupPolicy.POLY, 30, 1.0),
     ]
 

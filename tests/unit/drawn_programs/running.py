@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,12 +195,36 @@ class Runs:
 
 def everything(training: Training) -> Live:
     """Return all that is live of a program."""
-    return live({"model": training.model, "training": training, "generators": generators()})
+    found = live({"model": training.model, "training": training, "generators": generators()})
+    return {path: value for path, value in found.items() if not OF_PROCESSES.search(path)}
 
 
-def without_remains(found: Live) -> Live:
-    """Leave out what a turn leaves behind and the next one doesn't look at."""
-    return {path: value for path, value in found.items() if ".grad" not in path}
+OF_PROCESSES = re.compile(
+    r"_has_rebuilt_buckets|_lazy_init_ran|_static_graph_delay|require_forward_param_sync"
+    r"|defaults\.differentiable$"
+)
+"""Attributes of DistributedDataParallel's, which say what this process has done, and an option that
+PyTorch adds when an optimizer of any kind is loaded.
+"""
+OF_TURNS = re.compile(
+    r"\.grad\b|_has_uninitialized_input_dist|_vbe_B_offsets|_features_order|_numel_cache"
+)
+"""Remains of a turn, and what TorchRec and PyTorch's LBFGS make in a first one."""
+
+
+def at_rest(found: Live) -> Live:
+    """Leave out what a turn leaves behind, and show twice what two names have in common.
+
+    What is one object after a turn may be two after a restore, until the next turn.
+    """
+    kept = {path: value for path, value in found.items() if not OF_TURNS.search(path)}
+    for path, value in list(kept.items()):
+        if value.startswith("is "):
+            target = value.removeprefix("is ")
+            del kept[path]
+            inner = [each for each in found if each == target or each.startswith(f"{target}.")]
+            kept |= {path + each.removeprefix(target): found[each] for each in inner}
+    return kept
 
 
 def undisturbed(program: Program) -> Live:
@@ -267,8 +292,8 @@ def _compare_checkpoints(program: Program, runs: Runs) -> None:
         training = Training(program, seed, cut.position)
         with runs.saver(training) as saver:
             saver.restore(id)
-            found = without_remains(everything(training))
-        lines = differences(found, without_remains(cut.live))
+            found = at_rest(everything(training))
+        lines = differences(found, at_rest(cut.live))
         runs.outcome.lost += [f"checkpoint of {there[id].step}: {line}" for line in lines]
 
 
