@@ -129,7 +129,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 assert list(CHOICES) == [field.name for field in fields(Program)]
 
 PIPELINES = ("pipeline_base", "pipeline_sparse")
-COUNTED_BY_HAND = ("added_group", "lbfgs")
 
 
 def fitting(program: Program) -> Program:
@@ -142,6 +141,13 @@ def fitting(program: Program) -> Program:
         plain |= {"loop": "plain", "schedule": "none", "change": "none"}
     if p.change == "added_group":  # TorchRec's wrappers take none
         plain |= {"wrapper": "bare", "dense": "sgd" if p.dense in ("flat", "lookahead") else p.dense}
+    if p.dense == "lookahead":  # its own groups have no rates
+        if p.wrapper not in ("bare", "keyed", "own", "averaging", "clip_inside", "groups_saved"):
+            plain["wrapper"] = "keyed"
+        if p.schedule not in ("lambda_of_tables", "on_kernel", "hyperparameters"):
+            plain["schedule"] = "none"
+    if p.tables == "sequence" and p.extra == "tables_checkpointed":  # TorchRec's can't go twice
+        plain["extra"] = "checkpointed"
     if p.tables == "processed":  # TorchRec's module takes fused, sharded tables only
         plain |= {"replica": False}
     if p.survive is None:

@@ -212,19 +212,27 @@ OF_TURNS = re.compile(
 """Remains of a turn, and what TorchRec and PyTorch's LBFGS make in a first one."""
 
 
-def at_rest(found: Live) -> Live:
-    """Leave out what a turn leaves behind, and show twice what two names have in common.
+def differences_at_rest(found: Live, wanted: Live) -> list[str]:
+    """Return the differences of what was restored, leaving out what a turn leaves behind.
 
-    What is one object after a turn may be two after a restore, until the next turn.
+    What is one object after a turn may be two after a restore, until the next turn: where either
+    side has one that was met before, that one is compared alone.
     """
-    kept = {path: value for path, value in found.items() if not OF_TURNS.search(path)}
-    for path, value in list(kept.items()):
-        if value.startswith("is "):
-            target = value.removeprefix("is ")
-            del kept[path]
-            inner = [each for each in found if each == target or each.startswith(f"{target}.")]
-            kept |= {path + each.removeprefix(target): found[each] for each in inner}
-    return kept
+    twice = {path for each in (found, wanted) for path, v in each.items() if v.startswith("is ")}
+
+    def at_rest(all_of_it: Live) -> Live:
+        return {
+            path: value
+            for path, value in all_of_it.items()
+            if not OF_TURNS.search(path) and twice.isdisjoint(_prefixes(path))
+        }
+
+    return differences(at_rest(found), at_rest(wanted))
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    parts = path.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def undisturbed(program: Program) -> Live:
@@ -292,8 +300,7 @@ def _compare_checkpoints(program: Program, runs: Runs) -> None:
         training = Training(program, seed, cut.position)
         with runs.saver(training) as saver:
             saver.restore(id)
-            found = at_rest(everything(training))
-        lines = differences(found, at_rest(cut.live))
+            lines = differences_at_rest(everything(training), cut.live)
         runs.outcome.lost += [f"checkpoint of {there[id].step}: {line}" for line in lines]
 
 

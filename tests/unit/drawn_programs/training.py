@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import (
+    DefaultDataParallelWrapper,
+    DistributedModelParallel,
+)
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
@@ -102,9 +105,15 @@ class Training:
             world_size=1,
             device_type="cpu",
         )
-        net = nets.Net(program, module)
+        net, frozen = nets.Net(program, module), program.change == "frozen"
         return DistributedModelParallel(
-            net, device=CPU, plan=ShardingPlan({"embeddings": sharding}), sharders=[sharder]
+            net,
+            device=CPU,
+            plan=ShardingPlan({"embeddings": sharding}),
+            sharders=[sharder],
+            data_parallel_wrapper=DefaultDataParallelWrapper(
+                static_graph=not frozen, find_unused_parameters=frozen
+            ),
         )
 
     def _at_first(self, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
