@@ -131,32 +131,43 @@ assert list(CHOICES) == [field.name for field in fields(Program)]
 PIPELINES = ("pipeline_base", "pipeline_sparse")
 
 
+BESIDE_RATES = ("none", "by_hand", "on_kernel", "hyperparameters", "lambda_of_tables")
+"""Schedules that don't ask the dense optimizer's groups for their first rates."""
+OF_STATE = ("bare", "keyed", "own", "averaging", "clip_inside", "groups_saved")
+"""Wrappers that don't ask the dense optimizer's groups for their rates."""
+
+
 def fitting(program: Program) -> Program:
     """Set aside what can't meet in one program, and keep the rest."""
     p = program
-    plain: dict[str, Any] = {}
     if p.dense in ("lbfgs", "two"):
-        plain["wrapper"] = "bare"
+        p = replace(p, wrapper="bare")
     if p.dense == "lbfgs":  # it calls the turn's closure, and has one group
-        plain |= {"loop": "plain", "schedule": "none", "change": "none"}
-    if p.change == "added_group":  # TorchRec's wrappers take none
-        plain |= {"wrapper": "bare", "dense": "sgd" if p.dense in ("flat", "lookahead") else p.dense}
+        p = replace(p, loop="plain", schedule="none", change="none")
+    if p.change == "added_group":  # TorchRec's wrappers take none, schedules ask for first rates
+        p = replace(p, wrapper="bare", schedule=among(BESIDE_RATES, p.schedule))
+        p = replace(p, dense="sgd" if p.dense in ("flat", "lookahead") else p.dense)
     if p.dense == "lookahead":  # its own groups have no rates
-        if p.wrapper not in ("bare", "keyed", "own", "averaging", "clip_inside", "groups_saved"):
-            plain["wrapper"] = "keyed"
-        if p.schedule not in ("lambda_of_tables", "on_kernel", "hyperparameters"):
-            plain["schedule"] = "none"
+        p = replace(p, wrapper=among(OF_STATE, p.wrapper))
+        p = replace(p, schedule=among(BESIDE_RATES, p.schedule))
     if p.tables == "sequence" and p.extra == "tables_checkpointed":  # TorchRec's can't go twice
-        plain["extra"] = "checkpointed"
+        p = replace(p, extra="checkpointed")
     if p.tables == "processed":  # TorchRec's module takes fused, sharded tables only
-        plain |= {"replica": False}
+        p = replace(p, replica=False)
     if p.survive is None:
-        plain["ways"] = tuple("checkpoint" for _ in p.ways)
-    if p.fused == "ema":
-        plain["schedule"] = "none" if p.schedule == "hyperparameters" else p.schedule
+        p = replace(p, ways=tuple("checkpoint" for _ in p.ways))
+    if p.fused == "ema" and p.schedule == "hyperparameters":
+        p = replace(p, schedule="none")
     if p.loop in PIPELINES:  # the pipeline itself calls the optimizer
-        plain |= {"saves": "none" if p.saves == "in_the_middle" else p.saves, "torn": False}
-    return replace(p, **plain)
+        p = replace(p, torn=False, saves="none" if p.saves == "in_the_middle" else p.saves)
+    if p.dense == "flat" and p.change == "reset":  # what it makes at first is never made again
+        p = replace(p, change="none")
+    return p
+
+
+def among(allowed: tuple[str, ...], value: str) -> str:
+    """Return a value if it is allowed, and the first one that is otherwise."""
+    return value if value in allowed else allowed[0]
 
 
 def drawn(seed: int) -> Program:

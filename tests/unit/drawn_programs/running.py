@@ -208,8 +208,9 @@ PyTorch adds when an optimizer of any kind is loaded.
 """
 OF_TURNS = re.compile(
     r"\.grad\b|_has_uninitialized_input_dist|_vbe_B_offsets|_features_order|_numel_cache"
+    r"|is_pipelined|scaler\._(scale|growth_tracker)$"
 )
-"""Remains of a turn, and what TorchRec and PyTorch's LBFGS make in a first one."""
+"""Remains of a turn, and what TorchRec, PyTorch's LBFGS and GradScaler make in a first one."""
 
 
 def differences_at_rest(found: Live, wanted: Live) -> list[str]:
