@@ -55,7 +55,7 @@ class Lists(Optimizer):
     """A user's optimizer that keeps a list of tensors and one of numbers for each parameter."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": RATE, "schedule": [1.0, 0.5]})
+        super().__init__(parameters, {"lr": RATE, "schedule": (1.0, 0.5)})
         self.log: list[float] = []
 
     @torch.no_grad()

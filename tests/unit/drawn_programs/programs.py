@@ -97,7 +97,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "loop": (
         *("plain", "late_zero", "accumulated", "dropped", "scaled", "sam", "twice", "retained"),
-        *("pipeline_base", "pipeline_sparse", "no_zero"),
+        *("pipeline_base", "pipeline_sparse"),
     ),
     "between": (
         *("none", "evaluated", "evaluated_with_grad", "swapped", "swapped_after", "averaged"),
@@ -131,6 +131,7 @@ assert list(CHOICES) == [field.name for field in fields(Program)]
 PIPELINES = ("pipeline_base", "pipeline_sparse")
 
 
+WITH_EVALUATION = ("evaluated", "evaluated_with_grad", "swapped", "swapped_after")
 BESIDE_RATES = ("none", "by_hand", "on_kernel", "hyperparameters", "lambda_of_tables")
 """Schedules that don't ask the dense optimizer's groups for their first rates."""
 OF_STATE = ("bare", "keyed", "own", "averaging", "clip_inside", "groups_saved")
@@ -150,8 +151,9 @@ def fitting(program: Program) -> Program:
     if p.dense == "lookahead":  # its own groups have no rates
         p = replace(p, wrapper=among(OF_STATE, p.wrapper))
         p = replace(p, schedule=among(BESIDE_RATES, p.schedule))
-    if p.tables == "sequence" and p.extra == "tables_checkpointed":  # TorchRec's can't go twice
-        p = replace(p, extra="checkpointed")
+    if p.tables == "sequence":  # TorchRec's can't be gone through twice, nor be mixed
+        extra = "checkpointed" if p.extra == "tables_checkpointed" else p.extra
+        p = replace(p, extra=extra, replica=False)
     if p.tables == "processed":  # TorchRec's module takes fused, sharded tables only
         p = replace(p, replica=False)
     if p.survive is None:
@@ -160,6 +162,8 @@ def fitting(program: Program) -> Program:
         p = replace(p, schedule="none")
     if p.loop in PIPELINES:  # the pipeline itself calls the optimizer
         p = replace(p, torn=False, saves="none" if p.saves == "in_the_middle" else p.saves)
+    if p.loop == "pipeline_sparse" and p.between in WITH_EVALUATION:  # its tables wait for batches
+        p = replace(p, between="averaged")
     if p.dense == "flat" and p.change == "reset":  # what it makes at first is never made again
         p = replace(p, change="none")
     return p

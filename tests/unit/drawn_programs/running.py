@@ -141,6 +141,7 @@ class Runs:
                 at = self.cuts[newest.id].position
             found = training.place.position
             assert found == at, f"at {found}, not {at}, by {source}"
+            training.habit.after_step(found)  # which came after what was restored
         return training, saver
 
     def go_on(self, training: Training, saver: Checkpointer, until: int) -> None:
@@ -155,10 +156,10 @@ class Runs:
             self._note(training, saver)
             if not saver._saver.gradients_wait:
                 self.done = number
-            training.habit.after_step(number)
             if number % 3 == 1 and program.saves == "two_in_a_row":
                 for _ in range(2):
                     self._save_now(training, saver)
+            training.habit.after_step(number)
 
     def _save(self, training: Training, saver: Checkpointer) -> None:
         if self.program.saves == "before_step":
@@ -201,14 +202,14 @@ def everything(training: Training) -> Live:
 
 OF_PROCESSES = re.compile(
     r"_has_rebuilt_buckets|_lazy_init_ran|_static_graph_delay|require_forward_param_sync"
-    r"|defaults\.differentiable$"
+    r"|\.differentiable$"
 )
 """Attributes of DistributedDataParallel's, which say what this process has done, and an option that
 PyTorch adds when an optimizer of any kind is loaded.
 """
 OF_TURNS = re.compile(
     r"\.grad\b|_has_uninitialized_input_dist|_vbe_B_offsets|_features_order|_numel_cache"
-    r"|is_pipelined|scaler\._(scale|growth_tracker)$"
+    r"|is_pipelined|_pre_processed|scaler\._(scale|growth_tracker)$"
 )
 """Remains of a turn, and what TorchRec, PyTorch's LBFGS and GradScaler make in a first one."""
 

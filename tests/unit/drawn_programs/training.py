@@ -123,6 +123,7 @@ class Training:
         return {name: p for name, p in named.items() if p is not self.net.beside}
 
     def add_group(self) -> None:
+        self.net.beside.grad = None
         self.optimizers.inner.add_param_group({"params": [self.net.beside], "lr": 0.01})
 
     @property
@@ -208,16 +209,6 @@ def _late_zero(self: Training, number: int, saver: Checkpointer | None) -> float
     return loss
 
 
-def _no_zero(self: Training, number: int, saver: Checkpointer | None) -> float:
-    """Forget to zero gradients for a turn, as loops do that add them up by mistake."""
-    if number % 3 != 1:
-        self.optimizers.zero_grad()
-    loss = self.backward(number)
-    self.habit.in_the_middle(number, saver)
-    self.optimizers.step()
-    return loss
-
-
 def _accumulated(self: Training, number: int, saver: Checkpointer | None) -> float:
     loss = self.backward(number, 0.5)
     self.habit.in_the_middle(number, saver)
@@ -298,7 +289,6 @@ def _piped(self: Training, number: int, saver: Checkpointer | None) -> float:
 LOOPS: dict[str, Any] = {
     "plain": _plain,
     "late_zero": _late_zero,
-    "no_zero": _no_zero,
     "accumulated": _accumulated,
     "dropped": _dropped,
     "scaled": _scaled,
