@@ -106,7 +106,7 @@ class Convolved(nn.Module):
         self.convolution.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # incomplete
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.convolution(x.view(-1, 2, 2, 2)).flatten(1)
+        found: torch.Tensor = self.convolution(x.reshape(-1, 2, 2, 2)).flatten(1)
         return found
 
 

@@ -162,6 +162,12 @@ def fitting(program: Program) -> Program:
         p = replace(p, schedule="none")
     if p.loop in PIPELINES:  # the pipeline itself calls the optimizer
         p = replace(p, torn=False, saves="none" if p.saves == "in_the_middle" else p.saves)
+    if p.loop == "scaled" and p.half and p.replica:  # PyTorch unscales no gradients of fp16
+        p = replace(p, replica=False)
+    if p.loop in ("sam", "retained") and p.change == "frozen":  # gradients that DDP waits for
+        p = replace(p, change="none")
+    if p.loop == "pipeline_sparse" and (p.tables == "sequence" or "tables" in p.extra):
+        p = replace(p, loop="pipeline_base")  # what torch.fx can't trace
     if p.loop == "pipeline_sparse" and p.between in WITH_EVALUATION:  # its tables wait for batches
         p = replace(p, between="averaged")
     if p.dense == "flat" and p.change == "reset":  # what it makes at first is never made again
