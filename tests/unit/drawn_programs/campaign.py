@@ -1,6 +1,6 @@
 """Draw many programs one after the other; shrink those in which something differs.
 
-    python -m tests.unit.drawn_programs.campaign --first 0 --count 500 --out found.txt
+python -m tests.unit.drawn_programs.campaign --first 0 --count 500 --out found.txt
 """
 
 from __future__ import annotations

@@ -258,6 +258,8 @@ def outcome_of(program: Program, folder: Path) -> Outcome:
         runs = Runs(program, folder, outcome)
         try:
             _compare(program, runs, wanted)
+        except AssertionError as error:
+            outcome.lost.append(f"{_place(error)}: {error}")
         except (CheckNRunError, ValueError) as error:
             outcome.refused = f"{type(error).__name__}: {error}"
             if isinstance(error, ValueError) and not isinstance(error, CheckNRunError):

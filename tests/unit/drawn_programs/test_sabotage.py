@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from tests.unit.drawn_programs.programs import Program
 from tests.unit.drawn_programs.running import run_in
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.dense import wrappers
+from torchrec_checknrun.integrations import rng
+from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.memory.held_states import Taker
 from torchrec_checknrun.memory.step_journal import StepJournal
-from torchrec_checknrun.restore import restore
+from torchrec_checknrun.model.hooks import KernelHook
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -31,13 +34,17 @@ def a_wrappers_count_is_not_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wrappers, "_attributes", without_count)
 
 
-def a_marked_row_is_dropped(patch: pytest.MonkeyPatch) -> None:
-    mark = Checkpointer.mark
+def marked_rows_are_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Checkpointer, "mark", lambda *_: None)
 
-    def all_but_the_last(saver: Checkpointer, table: str, rows: Any) -> None:
-        mark(saver, table, rows[:-1])
 
-    patch.setattr(Checkpointer, "mark", all_but_the_last)
+def a_looked_up_row_is_not_marked(patch: pytest.MonkeyPatch) -> None:
+    mark = Marks.mark
+
+    def all_but_the_last(marks: Marks, ids: torch.Tensor, keep: bool = True) -> None:
+        mark(marks, ids[ids != ids.max()] if len(ids) else ids, keep)
+
+    patch.setattr(Marks, "mark", all_but_the_last)
 
 
 def a_schedule_is_left_out(patch: pytest.MonkeyPatch) -> None:
@@ -60,22 +67,27 @@ def images_are_a_step_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_torn_step_is_not_undone(patch: pytest.MonkeyPatch) -> None:
-    def append(journal: StepJournal, values: torch.Tensor, *_: Any) -> None:
-        journal.end_step if False else None
+    patch.setattr(StepJournal, "append", lambda *_: None)
 
-    patch.setattr(StepJournal, "append", append)
+
+def a_forward_pass_comes_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KernelHook, "_before_forward", lambda *_: None)
 
 
 def generators_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(restore, "set_generators", lambda *_: None, raising=False)
+    patch.setattr(rng, "set_generators", lambda _: None)
 
 
+TORN = Program(survive="images", ways=("images",), torn=True)
 CASES: list[tuple[Break, Program]] = [
     (a_wrappers_count_is_not_saved, Program(wrapper="own")),
-    (a_marked_row_is_dropped, Program(by_hand="marked", kill=6)),
+    (marked_rows_are_dropped, Program(by_hand="marked", kill=6)),
+    (a_looked_up_row_is_not_marked, Program()),
     (a_schedule_is_left_out, Program(schedule="lambda")),
     (images_are_a_step_behind, Program(survive="images", ways=("images",))),
-    (a_torn_step_is_not_undone, Program(survive="images", ways=("images",), torn=True)),
+    (a_torn_step_is_not_undone, TORN),
+    (a_forward_pass_comes_first, replace(TORN, fused="ema", kill=3)),
+    (generators_stay, Program(extra="dropout")),
 ]
 
 
