@@ -204,9 +204,9 @@ class Habit:
                 with saver.writing(table, rows):
                     _fill(shards, rows, number)
             elif kind == "marked":
-                _fill([shard.data for shard in shards], rows, number)
                 if saver is not None:
                     saver.mark(table, rows)
+                _fill([shard.data for shard in shards], rows, number)
             else:
                 _fill(shards, rows, number)
 

@@ -140,6 +140,18 @@ OF_STATE = ("bare", "keyed", "own", "averaging", "clip_inside", "groups_saved")
 
 def fitting(program: Program) -> Program:
     """Set aside what can't meet in one program, and keep the rest."""
+    p = _fitting_optimizers(program)
+    if p.tables == "sequence":  # TorchRec's can't be gone through twice, nor be mixed
+        extra = "checkpointed" if p.extra == "tables_checkpointed" else p.extra
+        p = replace(p, extra=extra, replica=False)
+    if p.tables == "processed":  # TorchRec's module takes fused, sharded tables only
+        p = replace(p, replica=False)
+    if p.survive is None:
+        p = replace(p, ways=tuple("checkpoint" for _ in p.ways))
+    return _fitting_loops(p)
+
+
+def _fitting_optimizers(program: Program) -> Program:
     p = program
     if p.dense in ("lbfgs", "two"):
         p = replace(p, wrapper="bare")
@@ -151,15 +163,15 @@ def fitting(program: Program) -> Program:
     if p.dense == "lookahead":  # its own groups have no rates
         p = replace(p, wrapper=among(OF_STATE, p.wrapper))
         p = replace(p, schedule=among(BESIDE_RATES, p.schedule))
-    if p.tables == "sequence":  # TorchRec's can't be gone through twice, nor be mixed
-        extra = "checkpointed" if p.extra == "tables_checkpointed" else p.extra
-        p = replace(p, extra=extra, replica=False)
-    if p.tables == "processed":  # TorchRec's module takes fused, sharded tables only
-        p = replace(p, replica=False)
-    if p.survive is None:
-        p = replace(p, ways=tuple("checkpoint" for _ in p.ways))
+    if p.dense == "flat" and p.change == "reset":  # what it makes at first is never made again
+        p = replace(p, change="none")
     if p.fused == "ema" and p.schedule == "hyperparameters":
         p = replace(p, schedule="none")
+    return p
+
+
+def _fitting_loops(program: Program) -> Program:
+    p = program
     if p.loop in PIPELINES:  # the pipeline itself calls the optimizer
         p = replace(p, torn=False, saves="none" if p.saves == "in_the_middle" else p.saves)
     if p.loop == "scaled" and p.half and p.replica:  # PyTorch unscales no gradients of fp16
@@ -170,8 +182,6 @@ def fitting(program: Program) -> Program:
         p = replace(p, loop="pipeline_base")  # what torch.fx can't trace
     if p.loop == "pipeline_sparse" and p.between in WITH_EVALUATION:  # its tables wait for batches
         p = replace(p, between="averaged")
-    if p.dense == "flat" and p.change == "reset":  # what it makes at first is never made again
-        p = replace(p, change="none")
     return p
 
 

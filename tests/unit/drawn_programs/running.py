@@ -202,10 +202,11 @@ def everything(training: Training) -> Live:
 
 OF_PROCESSES = re.compile(
     r"_has_rebuilt_buckets|_lazy_init_ran|_static_graph_delay|require_forward_param_sync"
-    r"|\.differentiable$"
+    r"|\.differentiable$|defaults\.lr$"
 )
-"""Attributes of DistributedDataParallel's, which say what this process has done, and an option that
-PyTorch adds when an optimizer of any kind is loaded.
+"""Attributes of DistributedDataParallel's, which say what this process has done, an option that
+PyTorch adds when an optimizer of any kind is loaded, and the rate that an optimizer was made with,
+which is a schedule's tensor until it is loaded.
 """
 OF_TURNS = re.compile(
     r"\.grad\b|_has_uninitialized_input_dist|_vbe_B_offsets|_features_order|_numel_cache"
