@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
@@ -54,7 +55,10 @@ def step(name: str, training: Any, schedules: list[Any], loss: float) -> None:
     if name == "by_hand":
         for optimizer in training.optimizers.outer:
             for group in optimizer.param_groups:
-                group["lr"] = 0.011
+                if isinstance(group.get("lr"), torch.Tensor):
+                    group["lr"].fill_(0.011)
+                else:
+                    group["lr"] = 0.011
         training.optimizers.inner.param_groups[0]["weight_decay"] = 0.2
     elif name == "on_kernel":
         for _, kernel in kernels(training.model):
