@@ -128,6 +128,9 @@ class Habit:
         if change == "frozen":
             for parameter in training.net.first.parameters():
                 parameter.requires_grad_(not 2 <= number < 5)
+        if change == "clamped":
+            for parameter in training.net.last.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
         if number != CHANGED:
             return
         inner = training.optimizers.inner

@@ -67,6 +67,7 @@ class Late(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.mean: torch.Tensor | None
         self.register_buffer("mean", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,6 +111,52 @@ class Convolved(nn.Module):
         return found
 
 
+class Renormed(nn.Module):
+    """An embedding of PyTorch's own whose forward pass writes its weights, where they are long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(6, HIDDEN, max_norm=1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kinds: torch.Tensor = self.kinds((x.detach()[:, 0] * 50).long().abs() % 6)
+        return x + kinds
+
+
+class Growing(nn.Module):
+    """A layer with a memory of the last values, which grows by a row in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: torch.Tensor
+        self.register_buffer("memory", torch.zeros(1, HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.memory = torch.cat([self.memory, x.detach()[:1]])
+        return x + 0.1 * self.memory.mean(0)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}memory" in state:
+            self.memory = torch.zeros_like(state[f"{prefix}memory"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, and attention over its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, HIDDEN, batch_first=True)
+        self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, _ = self.gru(x.reshape(-1, 2, 4))
+        found: torch.Tensor = self.norm(self.attention(out, out, out)[0].sum(1))
+        return found
+
+
 def layers(extra: str) -> nn.Module:
     """Return the layers with a peculiarity, from ``HIDDEN`` values to as many."""
     linear = nn.Linear(HIDDEN, HIDDEN)
@@ -128,6 +175,9 @@ def layers(extra: str) -> nn.Module:
         "extra_state": Remembering,
         "observed": FakeQuantize,
         "channels_last": Convolved,
+        "max_norm": Renormed,
+        "growing": Growing,
+        "recurrent": Recurrent,
     }
     return made[extra]() if extra in made else linear
 

@@ -200,7 +200,7 @@ class Optimizers:
         for optimizer in self.outer:
             optimizer.zero_grad()
 
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         for optimizer in self.outer:
             if closure is not None and optimizer is self.inner:
                 optimizer.step(closure)

@@ -22,6 +22,7 @@ class Program:
         half: whether tables are of fp16.
         extra: a layer with a peculiarity.
         dense: the dense optimizer.
+        over_all: whether the dense optimizer is given the sharded tables, too, and steps none.
         wrapper: what is around the optimizers.
         schedule: what moves rates.
         loop: a turn's order.
@@ -44,6 +45,7 @@ class Program:
     half: bool = False
     extra: str = "none"
     dense: str = "sgd"
+    over_all: bool = False
     wrapper: str = "bare"
     schedule: str = "none"
     loop: str = "plain"
@@ -80,13 +82,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "extra": (
         *("none", "dropout", "batch_norm", "spectral_norm", "old_spectral_norm", "weight_norm"),
         *("late_buffer", "extra_state", "observed", "channels_last", "column_major"),
-        *("checkpointed", "tables_checkpointed", "tied"),
+        *("checkpointed", "tables_checkpointed", "tied", "max_norm", "growing", "recurrent"),
     ),
     "dense": (
         *("sgd", "adam", "adamw_fused", "amsgrad", "tensor_rate", "adagrad", "rmsprop", "nadam"),
         *("groups", "dicts", "lists", "flat", "lbfgs", "two", "lookahead", "adafactor"),
         *("radam", "asgd", "rprop"),
     ),
+    "over_all": (False, True),
     "wrapper": (
         *("bare", "keyed", "warm_around", "warm_inside", "clip_inside", "clip_around_warm"),
         *("clip_around_all", "own", "averaging", "delegating", "warm_warm", "groups_saved"),
@@ -94,6 +97,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "schedule": (
         *("none", "lambda", "lambda_of_all", "lambda_of_tables", "one_cycle", "sequential"),
         *("plateau", "by_hand", "on_kernel", "hyperparameters", "cosine_restarts"),
+        *("cyclic", "averaging_rate", "chained", "multiplied"),
     ),
     "loop": (
         *("plain", "late_zero", "accumulated", "dropped", "scaled", "sam", "twice", "retained"),
@@ -103,7 +107,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         *("none", "evaluated", "evaluated_with_grad", "swapped", "swapped_after", "averaged"),
         *("noise", "metric", "replay"),
     ),
-    "change": ("none", "frozen", "added_group", "reset", "reloaded", "rewound"),
+    "change": ("none", "frozen", "added_group", "reset", "reloaded", "rewound", "clamped"),
     "by_hand": ("none", "writing", "copied", "marked", "loaded"),
     "policy": ("consecutive", "one_shot", "intermittent", "full"),
     "staging": ("copy_on_write", "copy", "encode", "auto"),
@@ -122,6 +126,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         ("images", "checkpoint"),
         ("images", "images"),
         ("checkpoint", "checkpoint"),
+        ("older",),
+        ("older", "images"),
+        ("checkpoint", "older"),
     ),
     "kill": (5, 3, 4, 6),
     "torn": (False, True),
@@ -147,7 +154,7 @@ def fitting(program: Program) -> Program:
     if p.tables == "processed":  # TorchRec's module takes fused, sharded tables only
         p = replace(p, replica=False)
     if p.survive is None:
-        p = replace(p, ways=tuple("checkpoint" for _ in p.ways))
+        p = replace(p, ways=tuple("checkpoint" if w == "images" else w for w in p.ways))
     return _fitting_loops(p)
 
 
@@ -155,6 +162,8 @@ def _fitting_optimizers(program: Program) -> Program:
     p = program
     if p.dense in ("lbfgs", "two"):
         p = replace(p, wrapper="bare")
+    if p.dense in ("lbfgs", "flat", "dicts", "lists", "lookahead", "two"):  # step all they have
+        p = replace(p, over_all=False)
     if p.dense == "lbfgs":  # it calls the turn's closure, and has one group
         p = replace(p, loop="plain", schedule="none", change="none")
     if p.change == "added_group":  # TorchRec's wrappers take none, schedules ask for first rates

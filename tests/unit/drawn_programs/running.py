@@ -122,15 +122,18 @@ class Runs:
 
     def begin(self, seed: int, way: str) -> tuple[Training, Checkpointer]:
         """Make everything anew, and restore."""
-        newest = max(self.committed, key=lambda report: report.sequence, default=None)
+        there = sorted(self.committed, key=lambda report: report.sequence)
+        newest = there[-1] if there else None
+        if way == "older" and there:
+            newest = there[(len(there) - 1) // 2]
         at = 0 if newest is None else self.cuts[newest.id].position
         if way == "images":
             at = self.done
         training = Training(self.program, seed, at)
         saver = self.saver(training, **self.options())
-        report = saver.restore()
+        report = saver.restore(newest.id if way == "older" and newest is not None else None)
         source = "nothing" if report is None else report.source
-        if source != way != "fresh":
+        if source != way and way in ("images", "checkpoint"):
             self.outcome.facts.append(f"restored from {source} instead of {way}")
         if report is None and seed:
             assert newest is None, "a checkpoint was committed, and there is none"
@@ -286,7 +289,7 @@ def _compare(program: Program, runs: Runs, wanted: Live) -> None:
         if program.torn:
             training.tear()
         runs.die()
-        if way == "checkpoint":
+        if way != "images":
             runs.lose_images()
         training, saver = runs.begin(seed, way)
         stop = min(STEPS - 1, stop + 2)

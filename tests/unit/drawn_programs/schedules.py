@@ -6,14 +6,19 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
     LambdaLR,
     LinearLR,
+    MultiplicativeLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
+from torch.optim.swa_utils import SWALR
 
 from tests.programs.live import kernels
 from tests.unit.drawn_programs.optimizers import Optimizers
@@ -35,6 +40,14 @@ def made(name: str, optimizers: Optimizers) -> list[Any]:
                 milestones=[3],
             )
         ],
+        "cyclic": lambda: [
+            CyclicLR(inner, 0.01, 0.05, step_size_up=3, mode="exp_range", cycle_momentum=cycles)
+        ],
+        "averaging_rate": lambda: [SWALR(inner, swa_lr=0.002, anneal_epochs=4)],
+        "chained": lambda: [
+            ChainedScheduler([LinearLR(inner, 0.2, total_iters=4), ExponentialLR(inner, 0.9)])
+        ],
+        "multiplied": lambda: [MultiplicativeLR(inner, lambda n: 0.9 + 0.01 * n)],
         "plateau": lambda: [ReduceLROnPlateau(inner, factor=0.5, patience=1)],
         "cosine_restarts": lambda: [CosineAnnealingWarmRestarts(inner, 3)],
     }

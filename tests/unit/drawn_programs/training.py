@@ -61,7 +61,8 @@ class Training:
         seed_all(seed)
         self.program = program
         self.model = self._sharded()
-        named = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        found = self.model.named_parameters()
+        named = dict(found if program.over_all else in_backward_optimizer_filter(found))
         self.optimizers = Optimizers(
             program.dense, program.wrapper, self.model.fused_optimizer, self._at_first(named)
         )
@@ -192,10 +193,10 @@ def _plain(self: Training, number: int, saver: Checkpointer | None) -> float:
 def _by_closure(self: Training, number: int) -> float:
     losses: list[float] = []
 
-    def closure() -> torch.Tensor:
+    def closure() -> float:
         self.optimizers.zero_grad()
         losses.append(self.backward(number))
-        return torch.tensor(losses[-1])
+        return losses[-1]
 
     self.optimizers.step(closure)
     return losses[-1]
