@@ -94,7 +94,7 @@ def _dense(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 class Habit:
-    """What a program's loop does beside training.
+    """The habits of a program's loop beside training.
 
     Attributes:
         kept: the state object of what it does, if that has one.
