@@ -83,7 +83,8 @@ def main() -> None:
                 told = [*told[:30], *(f"warned: {line}" for line in sorted(set(outcome.warnings)))]
                 print(f"{seed} {name}\n  {program}\n  {small}", *told, sep="\n    ", file=out)
                 out.flush()
-            met.update(f"fact: {fact}" for fact in set(outcome.facts) if fact)
+            met.update(f"fact: {fact}" for fact in set(outcome.facts))
+            met.update(f"failed: {line[:110]}" for line in outcome.failed)
         print(f"{time.monotonic() - started:.0f} s", file=out)
         for name, count in met.most_common():
             print(f"{count:5} {name}", file=out)

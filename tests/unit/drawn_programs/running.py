@@ -53,7 +53,7 @@ class Outcome:
         invalid: the error that the program ends in without a Checkpointer, if it does.
         lost: differences, of the end or of a checkpoint.
         facts: what else was met.
-        warnings: what the package has logged.
+        warnings: what the package has logged; failed checkpoints are errors.
     """
 
     refused: str | None = None
@@ -61,6 +61,11 @@ class Outcome:
     lost: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[str]:
+        """Return the errors of checkpoints that were not committed."""
+        return [line for line in self.warnings if line.startswith("ERROR")]
 
 
 @dataclass
@@ -111,6 +116,7 @@ class Runs:
             "survive": survive,
             "partial": partial,
             "retention": None,
+            "max_failures": 3,
             "callbacks": [self.committed.append],
         }
 
@@ -320,7 +326,8 @@ class Lines(logging.Handler):
         self.found = found
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
+        line = record.getMessage()
+        self.found.append(f"ERROR {line}" if record.levelno >= logging.ERROR else line)
 
 
 def compact_now(root: Folder, original: Manifest) -> Copied:
