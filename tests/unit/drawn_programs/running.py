@@ -150,6 +150,11 @@ class Runs:
                 at = self.cuts[newest.id].position
             found = training.place.position
             assert found == at, f"at {found}, not {at}, by {source}"
+            if source == way == "checkpoint" and self.program.saves == "two_in_a_row":
+                again = saver.save()
+                if not again.unchanged:
+                    self.outcome.facts.append("a save after a restore is no longer unchanged")
+                    self.cuts[again.id] = Cut(everything(training), found)
             training.habit.after_step(found)  # which came after what was restored
         return training, saver
 
