@@ -164,6 +164,10 @@ def _fitting_optimizers(program: Program) -> Program:
         p = replace(p, wrapper="bare")
     if p.dense in ("lbfgs", "flat", "dicts", "lists", "lookahead", "two"):  # step all they have
         p = replace(p, over_all=False)
+    if p.dense == "lbfgs" and p.extra in ("channels_last", "column_major"):  # PyTorch's flattens
+        p = replace(p, extra="none")
+    if p.dense == "adagrad" and p.half:  # eps is 0 in fp16: rows without a gradient become NaN
+        p = replace(p, replica=False)
     if p.dense == "lbfgs":  # it calls the turn's closure, and has one group
         p = replace(p, loop="plain", schedule="none", change="none")
     if p.change == "added_group":  # TorchRec's wrappers take none, schedules ask for first rates
