@@ -27,7 +27,7 @@ REFUSED = re.compile(
 
 
 @pytest.mark.timeout(3600)
-@settings(OF_HISTORIES, max_examples=examples(200, quick=8))
+@settings(OF_HISTORIES, max_examples=examples(200, quick=6))
 @given(program=programs)
 def test_any_program_goes_on_as_if_it_had_not_ended(
     tmp_path_factory: pytest.TempPathFactory, program: Program
