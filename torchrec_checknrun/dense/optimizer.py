@@ -61,7 +61,7 @@ from torchrec_checknrun.dense.tree import (
     parameters_of,
     shown,
 )
-from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held, tell_twins
+from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held, own_tensors, tell_twins
 from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.values.state import Tree, decode_state, is_sharded, tree_items
@@ -276,10 +276,11 @@ class DenseOptimizer:
                     " on another number of ranks" if self._resized else "",
                 )
         saved = self._beside.get(GROUPS) or []
+        apart = own_tensors(found, wrappers)
         for group in self._groups(found, parameters):
             matching = self._saved_groups.match(group)
             if matching and not self._changed & set(group.keys):
-                group.set(options_of(saved[matching[0]]))
+                group.set(options_of(saved[matching[0]]), apart)
         self._beside = {}
 
     def undo(self) -> None:

@@ -55,19 +55,27 @@ class Group:
     owner: str
     number: int
 
-    def set(self, options: dict[str, Any]) -> None:
+    def set(self, options: dict[str, Any], held: Collection[int] = ()) -> None:
         """Write saved options; keep options that only the live group has (a new scheduler's)."""
         for name, value in options.items():
-            set_option(self.content, name, value)
+            set_option(self.content, name, value, held)
 
 
-def set_option(group: dict[str, Any], name: str, value: Any) -> None:
-    """Write an option of a live group; a tensor is filled in place where the value allows that."""
+def set_option(group: dict[str, Any], name: str, value: Any, held: Collection[int] = ()) -> None:
+    """Write an option of a live group; a tensor is filled in place where the value allows that.
+
+    Args:
+        held: ids of tensors that have their own saved value already, a wrapper's first rate for
+            instance: where an option is one of these in a new process, and was saved with another
+            value, it has become another tensor since.
+    """
     live = group.get(name)
     if not isinstance(live, torch.Tensor) or not isinstance(value, (torch.Tensor, float, int)):
         group[name] = value
         return
     with torch.no_grad():
+        if id(live) in held and not bool((live == value).all()):
+            live = group[name] = torch.empty_like(live)
         # A number is not made a tensor first: that would be float32, whatever the live one is.
         live.copy_(value) if isinstance(value, torch.Tensor) else live.fill_(value)
 

@@ -173,6 +173,27 @@ def give_back(
     return changed
 
 
+def own_tensors(live: Iterable[Node], saved: Mapping[str, Any]) -> set[int]:
+    """Return the ids of tensors that wrappers hold in attributes with a saved value.
+
+    Args:
+        saved: results of ``held``, by the wrappers' identities.
+    """
+    found: set[int] = set()
+    for node in live:
+        names = saved.get(node.identity, {}).get(_ATTRIBUTES, {})
+        values = [value for name, value in _attributes(node) if name in names]
+        while values:
+            value = values.pop()
+            if isinstance(value, torch.Tensor):
+                found.add(id(value))
+            elif isinstance(value, dict):
+                values += value.values()
+            elif isinstance(value, (list, tuple, deque)):
+                values += value
+    return found
+
+
 def without_takers(saved: Mapping[str | int, Tree], live: Collection[Node]) -> dict[str, list[str]]:
     """Find the wrappers of a checkpoint that have no live counterpart.
 

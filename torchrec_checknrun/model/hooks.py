@@ -56,21 +56,32 @@ class KernelHook:
         self._marks = marks
         self._warned = False
         self.writes = WriteWatch(kernel, marks)
-        self._handle = kernel.module.register_forward_hook(self._after_forward)
+        self._handles = [kernel.module.register_forward_hook(self._after_forward)]
+        if kernel.touches_other_rows:
+            self._handles.append(kernel.module.register_forward_pre_hook(self._before_forward))
         self._stop_resets = surround(kernel.module._emb_module, _RESET, self._around_reset)
 
     def remove(self) -> None:
         """Remove the hooks from the kernel."""
         self.writes.warns = False
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._stop_resets()
+
+    def _before_forward(self, module: nn.Module, args: tuple[KeyedJaggedTensor, ...]) -> None:
+        """Keep and mark all rows: the forward pass updates moving averages, even without a
+        gradient.
+        """
+        if not self.kernel.module._emb_module.training:
+            return
+        if self.writes.journal is not None:
+            self.writes.check()  # first: rows written by hand must not be taken for a step's
+        self.writes.note_stream()
+        self._mark_whole()
 
     def _after_forward(
         self, module: nn.Module, args: tuple[KeyedJaggedTensor, ...], out: torch.Tensor
     ) -> None:
-        if self.kernel.touches_other_rows and self.kernel.module._emb_module.training:
-            self.writes.note_stream()
-            self._mark_whole()  # the forward pass updates moving averages, even without a gradient
         if self.writes.journal is not None:
             self.writes.check()  # early: rows written by hand must not be taken for a step's
         if not out.requires_grad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.row_copies import KernelCopies
 from torchrec_checknrun.model.hand_written import WriteWatch
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.run.by_hand import WrittenByHand
 from torchrec_checknrun.snapshot.cut_rows import CopyOnWriteMemory, CutRows
 from torchrec_checknrun.snapshot.snapshot import take_rows
 from torchrec_checknrun.snapshot.staged import StagedRows, rows_size
@@ -157,3 +159,47 @@ def test_a_sample_of_given_up_rows_names_the_reason(cut: Cut) -> None:
     cut.tracked.check_writes()
     with pytest.raises(SaveFailed, match="written outside of training"):
         snapshot.sampled(9)
+
+
+class ByHand(WrittenByHand):
+    """The part of a Checkpointer that marks rows, of a cut's model."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._target: Any = SimpleNamespace(tracked=cut.tracked)
+        self._survival: Any = SimpleNamespace(missed=lambda _: None)
+
+
+MARKS: dict[str, Callable[[WrittenByHand], None]] = {
+    "mark": lambda by_hand: by_hand.mark(TALL, [3]),
+    "all": lambda by_hand: by_hand.mark_all(TALL),
+}
+
+
+@pytest.mark.parametrize("how", sorted(MARKS))
+def test_marks_that_may_come_too_late_are_told_of(
+    cut: Cut, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_hand = ByHand(cut)
+    for _ in range(2):
+        MARKS[how](by_hand)
+    told = [line for line in caplog.messages if "marked while a checkpoint was still" in line]
+    assert len(told) == 1
+    assert TALL in told[0]
+
+
+@pytest.mark.parametrize("how", sorted(MARKS))
+def test_marks_of_rows_that_are_copied_are_not_told_of(
+    cut: Cut, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut.copy_all()
+    cut.rows.finish()
+    MARKS[how](ByHand(cut))
+    assert "marked while" not in caplog.text
+
+
+def test_writes_that_are_announced_are_not_told_of(
+    cut: Cut, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ByHand(cut).writing(TALL, [3]):
+        cut.write_outside()
+    assert "marked while" not in caplog.text
