@@ -174,6 +174,9 @@ class Survival:
                     f"no checkpoint: start again from a new model ({error!r})"
                 ) from error
             return None
+        except BaseException:  # an interrupt, of this rank alone
+            self.half_way = restore.began
+            raise
         return Recovered(
             decision.step,
             chain,
