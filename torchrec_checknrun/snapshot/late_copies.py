@@ -34,11 +34,16 @@ Span = tuple[int, int]
 """The address of memory, and its size in bytes."""
 
 
-def _sample(tensor: torch.Tensor) -> bytes:
-    """Return words of a tensor's bytes, from all over it; nothing of one that is not row-major."""
-    if not tensor.is_contiguous() or tensor.nbytes < 8:
-        return b""
-    return _words(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+def _sample(tensor: torch.Tensor, apart: bool) -> bytes:
+    """Return words of a tensor's bytes, from all over it; nothing of a few bytes.
+
+    Args:
+        apart: take them from some rows alone, which need not lie side by side.
+    """
+    values = tensor.detach()
+    if apart:
+        values = values[:: len(values) // _WORDS | 1].contiguous()
+    return _words(values.reshape(-1).view(torch.uint8).numpy()) if values.nbytes >= 8 else b""
 
 
 def _words(data: np.ndarray) -> bytes:
@@ -89,7 +94,8 @@ class _Copy:
         if self.tensor.data_ptr() != self.source.data_ptr():
             return False  # moved to shared memory: what was is free
         self.target.copy_(self.source)
-        return self.tensor._version == self.version and _sample(self.target) == self.sample
+        apart = not self.source.is_contiguous()
+        return self.tensor._version == self.version and _sample(self.target, apart) == self.sample
 
 
 class _Steps:
@@ -163,7 +169,8 @@ class LateCopies:
             watch: of the table's kernel.
         """
         for live, own in zip(source, target, strict=True):
-            self._left.append(_Copy(live, own, live, live._version, _sample(live)))
+            sample = _sample(live, apart=not live.is_contiguous())
+            self._left.append(_Copy(live, own, live, live._version, sample))
         watch.late = self.before_change
         self._watches.append(watch)
 

@@ -109,6 +109,39 @@ def test_a_write_past_the_version_counter_is_told(values: int) -> None:
     assert copied.is_of_cut
 
 
+class NoTable:
+    """Stands for the watch of a data-parallel table."""
+
+    late: object = None
+
+
+@pytest.mark.parametrize("shape", [(2500, 8), (2500, 3), (2500,), (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_from_all_over_a_table_are_copied_and_looked_at(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Compare rows that don't lie side by side, as those that ranks compare, with their copy."""
+    table = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    for written in (False, True):
+        rows = table[::3]
+        copy = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        late = LateCopies({})
+        late.add_table(NoTable(), [table, rows], [torch.empty_like(table), copy])  # type: ignore[arg-type]
+        if written:
+            table.data.add_(1)
+            with pytest.raises(SaveFailed, match="was written while it was being saved"):
+                late.make()
+        else:
+            late.make()
+            assert torch.equal(copy, rows)
+
+
+def test_a_table_without_rows_on_this_rank_is_copied() -> None:
+    late, none = LateCopies({}), torch.empty(0, 8)
+    late.add_table(NoTable(), [none, none[::3], none[:, 0]], [none] * 3)  # type: ignore[arg-type,list-item]
+    late.make()
+
+
 def test_memory_that_was_moved_is_not_read(copied: Copied) -> None:
     copied.parameter.data.share_memory_()  # frees the memory of before, unseen by counters
     with pytest.raises(SaveFailed, match="was written while it was being saved"):
