@@ -138,7 +138,9 @@ def test_rows_from_all_over_a_table_are_copied_and_looked_at(
 
 def test_a_table_without_rows_on_this_rank_is_copied() -> None:
     late, none = LateCopies({}), torch.empty(0, 8)
-    late.add_table(NoTable(), [none, none[::3], none[:, 0]], [none] * 3)  # type: ignore[arg-type,list-item]
+    late.add_table(
+        NoTable(), [none, none[::3], none[:, 0]], [none, none.clone(), none[:, 0].clone()]
+    )  # type: ignore[arg-type]
     late.make()
 
 
