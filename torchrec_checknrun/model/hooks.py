@@ -177,7 +177,9 @@ class DataParallelHook(KernelHook):
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
         values = values.clone()  # the memory may hold another batch by the time of the step
         for feature, shard in enumerate(self.kernel.feature_to_shard):
-            self._pending[shard].add(values[offsets[feature] : offsets[feature + 1]])
+            ids = values[offsets[feature] : offsets[feature + 1]]
+            self._pending[shard].add(ids)
+            self.writes.by_hand.at_backward(shard, ids)
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if self.writes.stepped.of(optimizer):
@@ -192,6 +194,7 @@ class DataParallelHook(KernelHook):
             number: touches_other_rows(optimizer, optimizer.param_groups[number])
             for number in {each.group for each in stepped}
         }
+        self.writes.by_hand.stepped(each.table for each in stepped)
         for i in {each.table for each in stepped}:
             self._pending[i].mark()
         whole = sorted({each.table for each in stepped if touches_others[each.group]})
