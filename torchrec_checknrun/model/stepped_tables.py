@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torchrec_checknrun.dense.optimizers import is_same_memory
 from torchrec_checknrun.model.kernels import Kernel
 
-
 _COMPARED_ROWS = 64
 """Rows with gradients that are compared, of each table that no optimizer steps."""
 

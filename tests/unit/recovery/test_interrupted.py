@@ -42,9 +42,10 @@ def test_a_model_that_is_half_way_is_not_saved(
     train(job, saver, 3)
     lives.die()
     job, saver = lives.begin()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         interrupted(patch, owner, method)
-        saver.restore()
+        with pytest.raises(KeyboardInterrupt):
+            saver.restore()
     job.train()
     for act in (saver.step, saver.save):
         with pytest.raises(ModelPartlyRestored, match="interrupted"):
@@ -65,8 +66,9 @@ def test_an_interrupt_before_anything_is_changed_is_none_of_the_model(
     train(job, saver, 3)
     lives.die()
     job, saver = lives.begin()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         interrupted(patch, HeldRestore, "plan")
-        saver.restore()
+        with pytest.raises(KeyboardInterrupt):
+            saver.restore()
     train(job, saver)
     assert saver.save().step == 1
