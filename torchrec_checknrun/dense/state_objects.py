@@ -59,10 +59,12 @@ class StateObjects:
             return True
         return not (trees and all(map(_is_enough, trees)))
 
-    def present(self, name: str, needed: bool) -> Any:
-        """Return an object's present state dict; an empty one if it isn't needed."""
+    def present(self, name: str, trees: Collection[Tree], needed: bool) -> Any:
+        """Return an object's present state dict; an empty one if it isn't ``needed``, on another
+        rank or here.
+        """
         state: Any = self._states[name]
-        return state.state_dict() if needed else {}
+        return state.state_dict() if needed or self.needs_present(name, trees) else {}
 
     def check(self, name: str, current: object, tree: Tree, covered: Covered) -> None:
         """Refuse content that the object's ``load_state_dict`` would refuse.

@@ -122,13 +122,15 @@ def present_states(
         needed: names of more objects whose state dicts are needed.
     """
     objects = StateObjects({name: s for name, s in states.items() if name not in optimizers})
-    needed = {*needed, *needed_states(states, optimizers, saved)}
-    return {  # the same order on all ranks
-        name: objects.present(name, name in needed)
-        if name in objects
-        else own_state_dict(states[name])
-        for name in sorted(states)
-    }
+    found = {}
+    for name in sorted(states):  # the same order on all ranks
+        trees = [tree for _, tree in saved.chunks.get(name, {}).values()]
+        found[name] = (
+            objects.present(name, trees, name in needed)
+            if name in objects
+            else own_state_dict(states[name])
+        )
+    return found
 
 
 def needed_states(

@@ -138,6 +138,7 @@ def test_tables_that_are_stepped_by_hand(
     for _ in range(2):
         train(replicas, a=[[3]], shared=[[4]])
         assert modified(tracked) == {}
+        assert first.grad is not None
         first.data.add_(first.grad, alpha=-0.1)
         assert modified(tracked) == {"wide": [*range(30)]}
         replicas.zero_grad()
@@ -150,6 +151,7 @@ def test_tables_that_are_stepped_by_hand(
     assert modified(tracked) == {}
     train(replicas, a=[[3]], shared=[[4]])
     step(torch.optim.Adagrad([first], lr=0.1))
+    assert second.grad is not None
     second.data.add_(second.grad, alpha=-0.1)
     assert modified(tracked) == {"wide": [3], "tall": [*range(30)]}
     tracked.close()
