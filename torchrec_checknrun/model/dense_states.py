@@ -18,17 +18,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.dense.first_state import LateStates
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
-from torchrec_checknrun.dense.optimizers import handed_on, is_known, torch_optimizers
+from torchrec_checknrun.dense.optimizers import handed_on, is_known, stepped_memory
 from torchrec_checknrun.dense.param_groups import GROUPS
 from torchrec_checknrun.dense.references import tensors_of
 from torchrec_checknrun.dense.state_dicts import lay_out
 from torchrec_checknrun.dense.steady import SteadyOptimizer
-from torchrec_checknrun.dense.tree import inner_optimizers, parameters_of
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed, UnsupportedState
 from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.format.state_tree import leaves
@@ -36,7 +34,6 @@ from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.dense_model import DensePart
 from torchrec_checknrun.model.state_dict import StoredTables, split_states
 from torchrec_checknrun.model.tracked import TrackedModel
-from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.state import Tree, encode_state
 from torchrec_checknrun.values.tensor_bytes import shows_memory
 
@@ -277,18 +274,9 @@ class SnapshotOptimizers:
         states are or hold; as they were when the part was found.
         """
         if self._unstepped is None or self._unstepped[0] is not part:
-            held = (
-                inner for state in self._states.values() for _, inner in inner_optimizers(state)
+            left = {tensor.data_ptr() for tensor in part.parameters} - stepped_memory(
+                self._states.values()
             )
-            stepped = {
-                parameter.data_ptr()
-                for optimizer in torch_optimizers([*self._states.values(), *held])
-                for parameter in parameters_of(optimizer)
-                if parameter.requires_grad
-                and is_dense(parameter)
-                and not isinstance(parameter, DTensor)
-            }
-            left = {tensor.data_ptr() for tensor in part.parameters} - stepped
             self._unstepped = part, frozenset(left)
         return self._unstepped[1]
 
