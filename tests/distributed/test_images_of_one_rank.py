@@ -1,15 +1,21 @@
-"""One rank gives its image up: no other rank waits for it, and all restore from the storage."""
+"""One rank gives its image up: no other rank waits for it, and all restore from the storage. One
+rank alone shows the state of an object: all take it, and ask the object alike.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed.models import Plan
 from tests.distributed.small_job import Workers, build, checkpointer, where
-from torchrec_checknrun import Images
+from torchrec_checknrun import Images, PerRank, Replicated
+from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory import file as files
 
 
 def give_up_one(root: str, spec: dict[str, Any], plan: Plan) -> None:
@@ -37,3 +43,50 @@ def give_up_one(root: str, spec: dict[str, Any], plan: Plan) -> None:
 
 def test_one_rank_gives_its_image_up(workers: Workers, tmp_path: Path) -> None:
     workers(2).run(give_up_one, **where(tmp_path))
+
+
+class Gathered:
+    """A state that the ranks gather when they are asked, and rank 0 alone shows, as PyTorch's
+    ``get_state_dict`` with ``full_state_dict`` and ``cpu_offload`` does.
+    """
+
+    def __init__(self) -> None:
+        self.part = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = [torch.empty(2) for _ in range(dist.get_world_size())]
+        dist.all_gather(whole, self.part)
+        return {"whole": {"parts": torch.cat(whole)} if dist.get_rank() == 0 else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if parts := state["whole"]:
+            self.part = parts["parts"].view(-1, 2)[dist.get_rank()].clone()
+
+
+def gather_by_images(root: str, spec: dict[str, Any], plan: Plan) -> list[list[float]]:
+    found = []
+    for life in range(2):
+        files._mapped.clear()  # as in another process
+        job, shown, own = build(spec, plan, seed=life), Gathered(), Gathered()
+        saver = checkpointer(
+            root,
+            job,
+            timeout_seconds=20.0,
+            survive=Images(str(Path(root).parent)),
+            state={"shown": Replicated(shown), "own": PerRank(own)},
+        )
+        report = saver.restore()
+        assert (report is not None and report.source == "images") == bool(life)
+        found += [shown.part.tolist()] * life
+        for _ in range(2):
+            job.train()
+            shown.part = torch.tensor([saver.steps, dist.get_rank()]).float()
+            saver.step()
+        saver._release(failed=True)
+    return found
+
+
+@pytest.mark.skipif(not has_extension(), reason="the extension was not built")
+def test_a_state_that_one_rank_shows(workers: Workers, tmp_path: Path) -> None:
+    zero, one = workers(2).run(gather_by_images, **where(tmp_path))
+    assert (zero, one) == ([[1.0, 0.0]], [[1.0, 1.0]])

@@ -87,6 +87,22 @@ def torch_optimizers(states: Iterable[object]) -> Iterator[Optimizer]:
                 yield node.optimizer
 
 
+def stepped_memory(states: Collection[object]) -> set[int]:
+    """Return the addresses of plain parameters that take gradients and that optimizers step, of
+    those that state objects are or hold.
+    """
+    held = (inner for state in states for _, inner in inner_optimizers(state))
+    return {
+        parameter.data_ptr()
+        for optimizer in torch_optimizers([*states, *held])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if type(parameter) in (nn.Parameter, torch.Tensor)
+        and parameter.requires_grad
+        and parameter.layout is torch.strided
+    }
+
+
 class DenseOptimizers:
     """The optimizers that may step dense parameters, among state objects.
 

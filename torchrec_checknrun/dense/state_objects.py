@@ -45,19 +45,26 @@ class StateObjects:
     def __contains__(self, name: object) -> bool:
         return name in self._states
 
-    def present(self, name: str, trees: Collection[Tree]) -> Any:
-        """Return an object's present state dict; an empty one if it isn't needed.
+    def needs_present(self, name: str, trees: Collection[Tree]) -> bool:
+        """Return whether an object's present state dict is needed to restore what was saved.
 
         Some objects get ready for a start when they are asked for it, and then pass over what
-        ``load_state_dict`` gives them: torchdata's ``Loader`` would begin its data anew.
+        ``load_state_dict`` gives them: torchdata's ``Loader`` would begin its data anew. Others
+        talk to the other ranks then, which must ask as well.
 
         Args:
             trees: the saved ones, of all ranks.
         """
+        if isinstance(self._states[name], (nn.Module, Optimizer)):
+            return True
+        return not (trees and all(map(_is_enough, trees)))
+
+    def present(self, name: str, trees: Collection[Tree], needed: bool) -> Any:
+        """Return an object's present state dict; an empty one if it isn't ``needed``, on another
+        rank or here.
+        """
         state: Any = self._states[name]
-        if trees and not isinstance(state, (nn.Module, Optimizer)) and all(map(_is_enough, trees)):
-            return {}
-        return state.state_dict()
+        return state.state_dict() if needed or self.needs_present(name, trees) else {}
 
     def check(self, name: str, current: object, tree: Tree, covered: Covered) -> None:
         """Refuse content that the object's ``load_state_dict`` would refuse.

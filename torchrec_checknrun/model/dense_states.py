@@ -22,7 +22,7 @@ from torch import nn
 from torchrec_checknrun.dense.first_state import LateStates
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
-from torchrec_checknrun.dense.optimizers import handed_on, is_known
+from torchrec_checknrun.dense.optimizers import handed_on, is_known, stepped_memory
 from torchrec_checknrun.dense.param_groups import GROUPS
 from torchrec_checknrun.dense.references import tensors_of
 from torchrec_checknrun.dense.state_dicts import lay_out
@@ -267,6 +267,18 @@ class SnapshotOptimizers:
         self._steady = {name: SteadyOptimizer(state) for name, state in states.items()}
         self._kept: dict[str, _Kept] = {}
         self._named: tuple[DensePart, StoredTables] | None = None
+        self._unstepped: tuple[DensePart, frozenset[int]] | None = None
+
+    def unstepped(self, part: DensePart) -> frozenset[int]:
+        """Return the addresses of the model's parameters that no optimizer steps, of those that the
+        states are or hold; as they were when the part was found.
+        """
+        if self._unstepped is None or self._unstepped[0] is not part:
+            left = {tensor.data_ptr() for tensor in part.parameters} - stepped_memory(
+                self._states.values()
+            )
+            self._unstepped = part, frozenset(left)
+        return self._unstepped[1]
 
     def find(self, tracked: TrackedModel, part: DensePart) -> OptimizerStates:
         """Return the states as they are now.

@@ -24,7 +24,7 @@ from torchrec_checknrun.marks.gpu_streams import GpuReads, KernelStreams
 from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.marks.row_copies import KernelCopies
 from torchrec_checknrun.model.kernels import Kernel
-from torchrec_checknrun.model.stepped_tables import SteppedTables
+from torchrec_checknrun.model.stepped_tables import SteppedByHand, SteppedTables
 from torchrec_checknrun.ranks import listed
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class WriteWatch:
     Attributes:
         kernel, marks: as given.
         stepped: finds the tables that dense optimizers step.
+        by_hand: notices the tables that the program steps without an optimizer.
         copies: the rows of a checkpoint in progress that must be copied before they change; None
             without one. The background ends them at any moment: look once.
         late: makes copies of the tables as a whole for a checkpoint in progress, before a change.
@@ -99,6 +100,7 @@ class WriteWatch:
         self.kernel = kernel
         self.marks = marks
         self.stepped = SteppedTables(kernel)
+        self.by_hand = SteppedByHand(self.stepped)
         self._seen = self._look()
         self._announced = 0
         self._turn = 0
@@ -126,6 +128,7 @@ class WriteWatch:
             self.streams.join()  # a dense optimizer's own stream has waited for the gradients
         if self._announced:
             return
+        self._mark_stepped_by_hand()
         now = self._look()
         if now == self._seen:
             return
@@ -145,6 +148,19 @@ class WriteWatch:
                 "unknown which were written. To save only those, write them inside "
                 "`with checkpointer.writing(table, rows):` or with write_rows",
                 listed(sorted({shard.table for shard in self.kernel.shards})),
+            )
+
+    def _mark_stepped_by_hand(self) -> None:
+        tables = self.by_hand.changed()
+        for table in tables:
+            self.marks[table].mark_all()
+        if tables and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the program updates data-parallel tables without an optimizer, through .data: all "
+                "rows of %s count as modified, since it is unknown which were written. To save "
+                "only those, let a torch.optim optimizer step the tables",
+                listed(sorted({self.kernel.shards[table].table for table in tables})),
             )
 
     def is_written(self) -> bool:
@@ -308,6 +324,7 @@ def announced(modules: Iterable[object]) -> Iterator[None]:
     for watch in watches:
         if watch._announced == 1:  # seen while still announced: the background may look at any time
             watch._seen = watch._look()
+            watch.by_hand.forget()
         watch._announced -= 1
         watch._turn += 1
 

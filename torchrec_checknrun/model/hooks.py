@@ -162,8 +162,9 @@ class DataParallelHook(KernelHook):
     def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
         super().__init__(kernel, marks)
         self._pending = [PendingRows(each) for each in marks]
-        self._steps = register_optimizer_step_pre_hook(self._before_step)
-        self._stepped = register_optimizer_step_post_hook(self._after_step)
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+        self._steps = register_optimizer_step_pre_hook(before)
+        self._stepped = register_optimizer_step_post_hook(after)
 
     @property
     def waiting(self) -> bool:
@@ -188,7 +189,9 @@ class DataParallelHook(KernelHook):
     def _at_backward(self, values: torch.Tensor, offsets: list[int]) -> None:
         values = values.clone()  # the memory may hold another batch by the time of the step
         for feature, shard in enumerate(self.kernel.feature_to_shard):
-            self._pending[shard].add(values[offsets[feature] : offsets[feature + 1]])
+            ids = values[offsets[feature] : offsets[feature + 1]]
+            self._pending[shard].add(ids)
+            self.writes.by_hand.at_backward(shard, ids)
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if self.writes.stepped.of(optimizer):
@@ -203,6 +206,7 @@ class DataParallelHook(KernelHook):
             number: touches_other_rows(optimizer, optimizer.param_groups[number])
             for number in {each.group for each in stepped}
         }
+        self.writes.by_hand.stepped(each.table for each in stepped)
         for i in {each.table for each in stepped}:
             self._pending[i].mark()
         whole = sorted({each.table for each in stepped if touches_others[each.group]})

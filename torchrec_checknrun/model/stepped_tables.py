@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.optimizers import is_same_memory
 from torchrec_checknrun.model.kernels import Kernel
+
+_COMPARED_ROWS = 64
+"""Rows with gradients that are compared, of each table that no optimizer steps."""
 
 
 class Stepped(NamedTuple):
@@ -102,3 +106,52 @@ class SteppedTables:
         held = weakref.ref(optimizer, lambda _: all_known.pop(key, None))
         all_known[key] = _Known(held, address, parameters, stepped, places)
         return stepped
+
+
+class SteppedByHand:
+    """A look at the tables of a data-parallel kernel that have gradients and that no optimizer
+    steps: a program that writes the update itself, through ``.data``, leaves no other trace.
+
+    Args:
+        tables: the kernel's.
+    """
+
+    def __init__(self, tables: SteppedTables) -> None:
+        self._tables = tables
+        self._heard: set[int] = set()
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        """By table, ids and values of rows at a backward pass, and the memory's version."""
+
+    def at_backward(self, table: int, ids: torch.Tensor) -> None:
+        """Keep some rows that get a gradient, unless an optimizer steps the table."""
+        if table in self._heard or table in self._rows or not ids.numel():
+            return
+        weight, few = self._tables.weights()[table].detach(), ids[:_COMPARED_ROWS].long()
+        self._rows[table] = few, weight[few], weight._version
+
+    def stepped(self, tables: Iterable[int]) -> None:
+        """Hear that an optimizer has stepped tables, right after a look at all of them."""
+        for table in tables:
+            self._heard.add(table)
+            self._rows.pop(table, None)
+        for table, (ids, values, _) in self._rows.items():  # one counter serves all tables
+            self._rows[table] = ids, values, self._tables.weights()[table]._version
+
+    def changed(self) -> list[int]:
+        """Return the tables whose rows have changed since, unseen by version counters."""
+        found = []
+        for table, (ids, values, version) in list(self._rows.items()):
+            weight = self._tables.weights()[table].detach()
+            if weight._version == version and torch.equal(_bits(weight[ids]), _bits(values)):
+                continue
+            del self._rows[table]
+            found += [table] * (weight._version == version)
+        return found
+
+    def forget(self) -> None:
+        """Accept the rows as they are."""
+        self._rows.clear()
+
+
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    return rows.contiguous().view(torch.uint8)

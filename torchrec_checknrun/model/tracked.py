@@ -242,6 +242,7 @@ class TrackedModel(TrackedTables):
         """
         for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
             watch.acknowledge()
+            watch.by_hand.forget()
 
     def begin_restore(self, tables: Container[str]) -> None:
         """Mark what a restore of tables may change, for every tracker; start this one's over."""

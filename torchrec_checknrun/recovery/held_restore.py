@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,14 +22,21 @@ from torchrec_checknrun.restore.blocks import saved_blocks
 from torchrec_checknrun.restore.collisions import check_held, resume_held
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.restore import Target, hand_back
-from torchrec_checknrun.restore.states import Owners, SavedStates, StateRestore, present_states
-from torchrec_checknrun.values.state import decode_state
+from torchrec_checknrun.restore.states import (
+    Owners,
+    SavedStates,
+    StateRestore,
+    needed_states,
+    present_states,
+)
+from torchrec_checknrun.values.state import decode_state, encode_state
 
 _NAME = "the image"
 
 
 class HeldRestore:
-    """A restore of one rank's held states: call ``plan``, then ``load``, then ``hand_back``.
+    """A restore of one rank's held states: call ``read`` and ``share``, then ``plan``, ``load`` and
+    ``hand_back``.
 
     Attributes:
         optimizers: those whose live state ``plan`` makes fit; the caller undoes it on failure.
@@ -40,26 +48,55 @@ class HeldRestore:
         self.began = False
         self.optimizers = DenseStates(target.model, target.states, target.tracked)
 
-    def plan(self, held: HeldStates) -> None:
+    def read(self, held: HeldStates) -> set[str]:
+        """Take what this rank holds; return the replicated states of which it holds no value."""
+        self._held = held
+        names = self._target.replicated & held.trees.keys()
+        return {name for name in names if _is_bare(decode_state(*held.trees[name]))}
+
+    def share(self, ranks: Ranks, bare: Sequence[Collection[str]]) -> None:
+        """Take the lowest rank's content of replicated states of which a rank holds no value: some
+        objects show their state there alone; a collective.
+
+        Args:
+            bare: what ``read`` has returned on all ranks.
+        """
+        held = self._held
+        if names := sorted(set().union(*bare) - set(bare[0])):
+            shared = ranks.from_rank_0(lambda: {n: decode_state(*held.trees[n]) for n in names})
+            for name in bare[ranks.rank] & shared.keys():
+                tree, pieces = encode_state(shared[name], name)
+                held.trees[name] = tree, memoryview(b"".join(pieces))
+
+        def needed() -> set[str]:
+            return needed_states(self._target.states, self.optimizers, self._saved)
+
+        self._needed = set().union(*ranks.on_all_ranks(needed))
+
+    @property
+    def _saved(self) -> SavedStates:
+        trees = self._held.trees
+        return SavedStates(
+            _NAME,
+            dist.get_world_size() if dist.is_initialized() else 1,
+            dict.fromkeys(trees, False),
+            {name: {None: (name, tree)} for name, (tree, _) in trees.items()},
+        )
+
+    def plan(self) -> None:
         """Check what is held against the live objects; only the optimizers' state is changed.
 
         Raises:
             IncompatibleCheckpoint: it doesn't fit; names what.
         """
-        target, tracked = self._target, self._target.tracked
-        self._held = held
+        target, tracked, held = self._target, self._target.tracked, self._held
         tracked.flush()
         assert target.model is not None
         live: dict[str, Any] = {MODEL: target.model.state_dict()}
         self._live = live
         others = {n: state for n, state in target.states.items() if n not in self.optimizers}
-        saved = SavedStates(
-            _NAME,
-            dist.get_world_size() if dist.is_initialized() else 1,
-            dict.fromkeys(held.trees, False),
-            {name: {None: (name, tree)} for name, (tree, _) in held.trees.items()},
-        )
-        live.update(present_states(target.states, self.optimizers, saved))
+        saved = self._saved
+        live.update(present_states(target.states, self.optimizers, saved, self._needed))
         owners = Owners({}, self.optimizers, objects=StateObjects(others), model=target.model)
         sharded = saved_blocks({name_of(header.path): header for header in held.sharded})
         self._states = StateRestore(saved, live, sharded, Fit(), owners)
@@ -117,3 +154,10 @@ class HeldRestore:
         if names != then:
             differing = sorted(set(names.items()) ^ set(then.items()))
             raise IncompatibleCheckpoint(f"{_NAME} holds other parts of tensors: {differing}")
+
+
+def _is_bare(value: object) -> bool:
+    """Return whether a state has no values, at most dicts and lists."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and all(map(_is_bare, value))

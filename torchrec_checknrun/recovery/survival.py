@@ -174,6 +174,9 @@ class Survival:
                     f"no checkpoint: start again from a new model ({error!r})"
                 ) from error
             return None
+        except BaseException:  # an interrupt, of this rank alone
+            self.half_way = restore.began
+            raise
         return Recovered(
             decision.step,
             chain,
@@ -200,7 +203,8 @@ class Survival:
             has_copy = lost is not None and lost.has_copy
             from_peers = tuple(r for r, has in enumerate(self._ranks.gather(has_copy)) if has)
         # Up to here nothing is changed but the optimizers' state, which ``fitted`` puts back.
-        self._ranks.on_all_ranks(lambda: restore.plan(own.held(step)))
+        restore.share(self._ranks, self._ranks.on_all_ranks(lambda: restore.read(own.held(step))))
+        self._ranks.on_all_ranks(restore.plan)
         restore.began = True
         known = self._ranks.on_all_ranks(lambda: own.known_lineage)
         lineage = next(each for rank, (each, *_) in enumerate(known) if rank not in decision.lost)

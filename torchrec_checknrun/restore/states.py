@@ -8,7 +8,7 @@ the live state dict.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -108,23 +108,40 @@ class SavedStates:
 
 
 def present_states(
-    states: Mapping[str, Stateful], optimizers: DenseStates, saved: SavedStates
+    states: Mapping[str, Stateful],
+    optimizers: DenseStates,
+    saved: SavedStates,
+    needed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the present state dicts of state objects by name, of those that need none an empty
-    one; see ``StateObjects.present``.
+    one; see ``StateObjects.needs_present``.
 
     Args:
         optimizers: the dense optimizers among them.
         saved: the states to restore.
+        needed: names of more objects whose state dicts are needed.
     """
     objects = StateObjects({name: s for name, s in states.items() if name not in optimizers})
     found = {}
     for name in sorted(states):  # the same order on all ranks
         trees = [tree for _, tree in saved.chunks.get(name, {}).values()]
         found[name] = (
-            objects.present(name, trees) if name in objects else own_state_dict(states[name])
+            objects.present(name, trees, name in needed)
+            if name in objects
+            else own_state_dict(states[name])
         )
     return found
+
+
+def needed_states(
+    states: Mapping[str, Stateful], optimizers: DenseStates, saved: SavedStates
+) -> set[str]:
+    """Return the names of the objects whose present state dicts are needed; see
+    ``present_states``.
+    """
+    objects = StateObjects({name: s for name, s in states.items() if name not in optimizers})
+    trees = {name: [tree for _, tree in saved.chunks.get(name, {}).values()] for name in states}
+    return {n for n in states if n in objects and objects.needs_present(n, trees[n])}
 
 
 class StateRestore:

@@ -125,6 +125,10 @@ class Restoring:
         except ModelPartlyRestored as error:
             self.partly_restored = str(error)
             raise
+        except BaseException as error:
+            if self.survival.half_way:
+                self.partly_restored = f"going back by images was interrupted ({error!r})"
+            raise
         if recovered is not None:
             note_initialized(self.options.model)
             self._uninitialized = None

@@ -165,7 +165,7 @@ class SaveMemory:
             self.copy_at_cut()
         if not self._copies_late:
             return None
-        self._late = LateCopies(snapshot.stepped)
+        self._late = LateCopies(snapshot.stepped, snapshot.by_hand)
         return self._late
 
     def copy_at_cut(self) -> None:

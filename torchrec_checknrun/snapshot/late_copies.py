@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,21 +30,33 @@ LEAST_BYTES = 1 << 16
 
 _WORDS = 16
 """Words of 8 bytes of each tensor that are compared."""
+_WORDS_BY_HAND = 1 << 14
+"""The same of a parameter that no optimizer steps: programs write some rows of such ones, in place
+of all, and rather through ``.data``.
+"""
+_WORD_BYTES = 128
+"""Bytes of such a parameter for each of its words, at least: a row of 32 floats."""
 Span = tuple[int, int]
 """The address of memory, and its size in bytes."""
 
 
-def _sample(tensor: torch.Tensor) -> bytes:
-    """Return words of a tensor's bytes, from all over it; nothing of one that is not row-major."""
-    if not tensor.is_contiguous() or tensor.nbytes < 8:
-        return b""
-    return _words(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+def _sample(tensor: torch.Tensor, apart: bool, most: int = _WORDS) -> bytes:
+    """Return words of a tensor's bytes, from all over it; nothing of a few bytes.
+
+    Args:
+        apart: take them from some rows alone, which need not lie side by side.
+        most: number of words.
+    """
+    values = tensor.detach()
+    if apart:
+        values = values[:: len(values) // _WORDS | 1].contiguous()
+    return _words(values.reshape(-1).view(torch.uint8).numpy(), most) if values.nbytes >= 8 else b""
 
 
-def _words(data: np.ndarray) -> bytes:
+def _words(data: np.ndarray, most: int) -> bytes:
     """Return words of row-major bytes, from all over them; training waits for this at the cut."""
     words = data.data[: len(data) // 8 * 8].cast("Q")  # sooner than NumPy's view
-    return words[:: len(words) // _WORDS | 1].tobytes()  # odd: of different columns
+    return words[:: len(words) // most | 1].tobytes()  # odd: of different columns
 
 
 def stepped_memory(tensors: Iterable[torch.Tensor]) -> dict[Span, torch.Tensor]:
@@ -76,6 +88,7 @@ class _Copy:
         tensor: the tensor whose memory ``source`` is.
         version: the tensor's, at the cut.
         sample: of the values at the cut.
+        words: the most of the sample.
     """
 
     source: torch.Tensor
@@ -83,13 +96,15 @@ class _Copy:
     tensor: torch.Tensor
     version: int
     sample: bytes
+    words: int = _WORDS
 
     def make(self) -> bool:
         """Make the copy; return whether it is as of the cut."""
         if self.tensor.data_ptr() != self.source.data_ptr():
             return False  # moved to shared memory: what was is free
         self.target.copy_(self.source)
-        return self.tensor._version == self.version and _sample(self.target) == self.sample
+        sample = _sample(self.target, not self.source.is_contiguous(), self.words)
+        return self.tensor._version == self.version and sample == self.sample
 
 
 class _Steps:
@@ -107,7 +122,7 @@ class _Steps:
         with self._lock:
             self._waiting = (*self._waiting, copies)
             if not self._hooked:
-                register_optimizer_step_pre_hook(self._before_step)
+                register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
                 self._hooked = True
 
     def discard(self, copies: LateCopies) -> None:
@@ -128,13 +143,19 @@ class LateCopies:
 
     The training thread adds them at the cut and calls ``begin``; any thread may make them.
 
+    Args:
+        stepped: the tensors that may be copied later, by place.
+        by_hand: addresses of those among them that no optimizer steps.
+
     Attributes:
         seconds: how long optimizers' steps have waited.
     """
 
-    def __init__(self, stepped: dict[Span, torch.Tensor]) -> None:
+    def __init__(
+        self, stepped: dict[Span, torch.Tensor], by_hand: Collection[int] = frozenset()
+    ) -> None:
         self.seconds = 0.0
-        self._stepped = stepped
+        self._stepped, self._by_hand = stepped, by_hand
         self._left: list[_Copy] = []
         self._lock = threading.Lock()
         self._failure: SaveFailed | None = None
@@ -151,7 +172,11 @@ class LateCopies:
         tensor = self._stepped.get((source.data_ptr(), source.nbytes))
         if tensor is None:
             return False
-        self._left.append(_Copy(source, target, tensor, tensor._version, _words(data)))
+        most = _WORDS
+        if tensor.data_ptr() in self._by_hand:
+            most = max(_WORDS, min(_WORDS_BY_HAND, len(data) // _WORD_BYTES))
+        words = _words(data, most)
+        self._left.append(_Copy(source, target, tensor, tensor._version, words, most))
         return True
 
     def add_table(
@@ -163,7 +188,8 @@ class LateCopies:
             watch: of the table's kernel.
         """
         for live, own in zip(source, target, strict=True):
-            self._left.append(_Copy(live, own, live, live._version, _sample(live)))
+            sample = _sample(live, apart=not live.is_contiguous())
+            self._left.append(_Copy(live, own, live, live._version, sample))
         watch.late = self.before_change
         self._watches.append(watch)
 

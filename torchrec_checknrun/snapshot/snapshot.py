@@ -195,6 +195,7 @@ class Snapshot:
         blocks: local parts, to be written by this rank, of sharded tensors other than tables.
         collisions: state of managed-collision modules beside tensors; None without such modules.
         stepped: large tensors in ``states`` that only optimizers' steps change, by place.
+        by_hand: addresses of parameters that no optimizer steps.
         encoded: states that are encoded already, by name: trees, and pieces in the live memory.
     """
 
@@ -211,6 +212,7 @@ class Snapshot:
     blocks: list[Block] = field(default_factory=list)
     collisions: CollisionState | None = None
     stepped: dict[Span, torch.Tensor] = field(default_factory=dict)
+    by_hand: frozenset[int] = frozenset()
     encoded: Mapping[str, tuple[Tree, list[bytes | memoryview]]] = field(default_factory=dict)
 
 
@@ -297,6 +299,7 @@ def take_states(
         blocks=[b for b in of_model.blocks if not b.replica] + optimizers.blocks + blocks,
         collisions=collisions,
         stepped=stepped_memory((*of_model.parameters, *optimizers.tensors)),
+        by_hand=finder.unstepped(of_model),
         encoded=optimizers.encoded,
     )
 

@@ -129,6 +129,34 @@ def test_options_of_a_group_are_those_of_the_step(replicas: nn.Module) -> None:
     tracked.close()
 
 
+def test_tables_that_are_stepped_by_hand(
+    replicas: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Mark tables that the program updates through ``.data``, and none that it leaves alone."""
+    first, second, _ = list(replicas.parameters())
+    tracked = track(replicas)
+    for _ in range(2):
+        train(replicas, a=[[3]], shared=[[4]])
+        assert modified(tracked) == {}
+        assert first.grad is not None
+        first.data.add_(first.grad, alpha=-0.1)
+        assert modified(tracked) == {"wide": [*range(30)]}
+        replicas.zero_grad()
+        tracked.clear()
+    assert modified(tracked) == {}
+    assert caplog.text.count("without an optimizer") == 1
+    train(replicas, a=[[3]], shared=[[4]])
+    first.data.zero_()
+    tracked.acknowledge_writes()
+    assert modified(tracked) == {}
+    train(replicas, a=[[3]], shared=[[4]])
+    step(torch.optim.Adagrad([first], lr=0.1))
+    assert second.grad is not None
+    second.data.add_(second.grad, alpha=-0.1)
+    assert modified(tracked) == {"wide": [3], "tall": [*range(30)]}
+    tracked.close()
+
+
 def test_ids_of_a_batch_that_is_overwritten_before_the_step(replicas: nn.Module) -> None:
     optimizer = torch.optim.Adagrad(replicas.parameters(), lr=0.1)
     tracked = track(replicas, [optimizer])

@@ -18,8 +18,10 @@ from tests.distributed.models import Job, uniform_plan
 from tests.distributed.on_write import build, checkpointer
 from torchrec_checknrun import Checkpointer
 from torchrec_checknrun.errors import SaveFailed, UnsupportedState
+from torchrec_checknrun.model.dense_states import SnapshotOptimizers
 from torchrec_checknrun.save.local_part import LocalPart
 from torchrec_checknrun.snapshot.late_copies import LEAST_BYTES, LateCopies, stepped_memory
+from torchrec_checknrun.tracking import track
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 VALUES = LEAST_BYTES // 4
@@ -107,6 +109,51 @@ def test_a_write_past_the_version_counter_is_told(values: int) -> None:
     copied.parameter.data.copy_(copied.at_cut)
     copied.late.make()
     assert copied.is_of_cut
+
+
+@pytest.mark.parametrize("row", [0, 7, 1234, 4095])
+def test_single_rows_of_what_no_optimizer_steps_are_looked_at(row: int) -> None:
+    """Tell of a row that is written through ``.data``, as codebooks are within forward passes."""
+    codes = nn.Parameter(torch.zeros(4096, 32), requires_grad=False)
+    late = LateCopies(stepped_memory([codes.detach()]), {codes.data_ptr()})
+    assert late.add(raw_bytes(codes), torch.zeros(codes.nbytes, dtype=torch.uint8))
+    codes.data[row] += 1
+    with pytest.raises(SaveFailed, match="was written while it was being saved"):
+        late.make()
+
+
+class NoTable:
+    """Stands for the watch of a data-parallel table."""
+
+    late: object = None
+
+
+@pytest.mark.parametrize("shape", [(2500, 8), (2500, 3), (2500,), (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_from_all_over_a_table_are_copied_and_looked_at(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Compare rows that don't lie side by side, as those that ranks compare, with their copy."""
+    table = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    for written in (False, True):
+        rows = table[::3]
+        copy = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        late = LateCopies({})
+        late.add_table(NoTable(), [table, rows], [torch.empty_like(table), copy])  # type: ignore[arg-type]
+        if written:
+            table.data.add_(1)
+            with pytest.raises(SaveFailed, match="was written while it was being saved"):
+                late.make()
+        else:
+            late.make()
+            assert torch.equal(copy, rows)
+
+
+def test_a_table_without_rows_on_this_rank_is_copied() -> None:
+    late, none = LateCopies({}), torch.empty(0, 8)
+    rows = [none, none[::3], none[:, 0]]
+    late.add_table(NoTable(), rows, [each.clone() for each in rows])  # type: ignore[arg-type]
+    late.make()
 
 
 def test_memory_that_was_moved_is_not_read(copied: Copied) -> None:
@@ -237,6 +284,36 @@ def test_training_goes_on_after_a_write_by_hand(
     with checkpointer(tmp_path, again) as reader:
         assert reader.restore() is not None
     assert torch.equal(dense_parameter(again), average)
+
+
+class Holder:
+    """An object that holds an optimizer, and stores what it likes."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_which_parameters_no_optimizer_steps() -> None:
+    job = build()
+    dense = {n: p for n, p in job.model.named_parameters() if "embedding" not in n}
+    frozen = dense["out.weight"]
+
+    def unstepped(**states: Any) -> set[str]:
+        finder = SnapshotOptimizers(job.model, states)
+        with_track = track(job.model, states.values())
+        found = finder.unstepped(with_track.dense.find())
+        with_track.close()
+        return {name for name, p in dense.items() if p.data_ptr() in found}
+
+    assert unstepped() == set(dense)
+    assert unstepped(optimizer=job.optimizer) == set()
+    assert unstepped(trainer=Holder(job.optimizer)) == set()
+    frozen.requires_grad_(False)
+    assert unstepped(optimizer=job.optimizer) == {"out.weight"}
 
 
 class Odd:
