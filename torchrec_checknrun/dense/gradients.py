@@ -83,8 +83,7 @@ class PendingGradients:
             if (call := method()) is not None:
                 call(optimizer)
 
-        # Not to be compiled with a step: ranks might come to run other code.
-        self._handle = register_optimizer_step_post_hook(torch.compiler.disable(stepped))
+        self._handle = register_optimizer_step_post_hook(stepped)
 
     @property
     def waiting(self) -> bool:
