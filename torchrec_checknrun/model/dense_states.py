@@ -230,12 +230,14 @@ class OptimizerStates:
         tensors: the plain tensors among them.
         blocks: local parts, to be written by this rank, of sharded tensors.
         encoded: by name what ``encode_state`` has made of a state; its pieces are live memory.
+        unstepped: addresses of the model's parameters that none of the optimizers steps.
     """
 
     states: dict[str, Any]
     tensors: list[torch.Tensor]
     blocks: list[Block]
     encoded: dict[str, tuple[Tree, list[bytes | memoryview]]]
+    unstepped: frozenset[int]
 
 
 @dataclass
@@ -269,17 +271,6 @@ class SnapshotOptimizers:
         self._named: tuple[DensePart, StoredTables] | None = None
         self._unstepped: tuple[DensePart, frozenset[int]] | None = None
 
-    def unstepped(self, part: DensePart) -> frozenset[int]:
-        """Return the addresses of the model's parameters that no optimizer steps, of those that the
-        states are or hold; as they were when the part was found.
-        """
-        if self._unstepped is None or self._unstepped[0] is not part:
-            left = {tensor.data_ptr() for tensor in part.parameters} - stepped_memory(
-                self._states.values()
-            )
-            self._unstepped = part, frozenset(left)
-        return self._unstepped[1]
-
     def find(self, tracked: TrackedModel, part: DensePart) -> OptimizerStates:
         """Return the states as they are now.
 
@@ -301,7 +292,7 @@ class SnapshotOptimizers:
         begun = [name for name in asked if self._steady[name].begin()]
         contents = optimizers.stored(asked)
         states, blocks, tensors = split_states(contents, tables, contents)
-        found = OptimizerStates({}, tensors, blocks, {})
+        found = OptimizerStates({}, tensors, blocks, {}, self._left_alone(part))
         for name in optimizers:
             if (kept := self._kept.get(name)) is None:
                 found.states[name] = states[name]
@@ -313,6 +304,17 @@ class SnapshotOptimizers:
         for name in begun:
             self._keep(name, states[name])
         return found
+
+    def _left_alone(self, part: DensePart) -> frozenset[int]:
+        """Return the addresses of the model's parameters that no optimizer steps, of those that the
+        states are or hold; as they were when the part was found.
+        """
+        if self._unstepped is None or self._unstepped[0] is not part:
+            left = {tensor.data_ptr() for tensor in part.parameters} - stepped_memory(
+                self._states.values()
+            )
+            self._unstepped = part, frozenset(left)
+        return self._unstepped[1]
 
     def _keep(self, name: str, state: dict[str, Any]) -> None:
         """Keep a state for the next snapshot, if it is nothing but live memory and constants."""

@@ -127,6 +127,7 @@ class SteppedByHand:
         if table in self._heard or table in self._rows or not ids.numel():
             return
         weight, few = self._tables.weights()[table].detach(), ids[:_COMPARED_ROWS].long()
+        few = few[(few >= 0) & (few < len(weight))]  # others are for the kernel to refuse
         self._rows[table] = few, weight[few], weight._version
 
     def stepped(self, tables: Iterable[int]) -> None:

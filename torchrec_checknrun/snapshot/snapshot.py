@@ -299,7 +299,7 @@ def take_states(
         blocks=[b for b in of_model.blocks if not b.replica] + optimizers.blocks + blocks,
         collisions=collisions,
         stepped=stepped_memory((*of_model.parameters, *optimizers.tensors)),
-        by_hand=finder.unstepped(of_model),
+        by_hand=optimizers.unstepped,
         encoded=optimizers.encoded,
     )
 

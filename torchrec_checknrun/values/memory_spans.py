@@ -19,14 +19,14 @@ class _Blocks(NamedTuple):
     start: int
     width: int
     period: int
-    count: int
+    number: int
 
     def hold(self, other: _Blocks) -> bool:
         """Return whether all bytes of other blocks are in these; of other periods none is told."""
-        if other.count > 1 and other.period != self.period:
+        if other.number > 1 and other.period != self.period:
             return False
         first, inside = divmod(other.start - self.start, self.period)
-        return inside + other.width <= self.width and 0 <= first <= self.count - other.count
+        return inside + other.width <= self.width and 0 <= first <= self.number - other.number
 
 
 class MemorySpans:
@@ -50,7 +50,7 @@ class MemorySpans:
                 blocks = _blocks(tensor)
                 if blocks is None:
                     continue
-                if blocks.count == 1:
+                if blocks.number == 1:
                     spans.append((blocks.start, blocks.start + blocks.width))
                 else:
                     self._columns.setdefault(storage, []).append(blocks)

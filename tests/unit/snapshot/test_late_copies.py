@@ -305,7 +305,7 @@ def test_which_parameters_no_optimizer_steps() -> None:
     def unstepped(**states: Any) -> set[str]:
         finder = SnapshotOptimizers(job.model, states)
         with_track = track(job.model, states.values())
-        found = finder.unstepped(with_track.dense.find())
+        found = finder.find(with_track, with_track.dense.find()).unstepped
         with_track.close()
         return {name for name, p in dense.items() if p.data_ptr() in found}
 
