@@ -12,11 +12,11 @@ from torchrec.optim.keyed import (
     CombinedOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
-    OptimizerWrapper,
 )
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from tests.distributed.optimizer_nests import Averaging, Delegating
+from tests.programs.optimizer_variations import Easing
 from tests.unit.dense.test_flat_buffers import Flat
 from tests.unit.inner_nests import Lookahead
 
@@ -75,26 +75,6 @@ class Lists(Optimizer):
                 factor = group["schedule"][state["steps"][0] % 2] * (1 + state["steps"][1])
                 parameter.sub_(sum(state["moments"]) * factor, alpha=group["lr"])
         self.log = [*self.log, len(self.log) / 3][-4:]
-
-
-class Easing(OptimizerWrapper):
-    """A team's own wrapper: the fewer steps it has counted, the smaller it makes gradients."""
-
-    def __init__(self, optimizer: KeyedOptimizer) -> None:
-        super().__init__(optimizer)
-        self.eased = 0
-        self.history: list[float] = []
-        self.mean = torch.zeros(2)
-
-    def step(self, closure: Any = None) -> None:
-        self.eased += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1 - 0.9**self.eased - 0.1 * float(self.mean[0]))
-                    self.history = [*self.history, float(parameter.grad.sum())][-5:]
-        self.mean += torch.tensor([0.01, 1.0])
-        super().step(closure)
 
 
 def groups(parameters: Parameters) -> Optimizer:

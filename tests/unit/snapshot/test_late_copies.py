@@ -139,7 +139,7 @@ def test_rows_from_all_over_a_table_are_copied_and_looked_at(
         rows = table[::3]
         copy = torch.empty_like(rows, memory_format=torch.contiguous_format)
         late = LateCopies({})
-        late.add_table(NoTable(), [table, rows], [torch.empty_like(table), copy])  # type: ignore[arg-type]
+        late.add_table(NoTable(), [table, rows], [torch.empty_like(table), copy])  # type: ignore[arg-type]  # a stand-in
         if written:
             table.data.add_(1)
             with pytest.raises(SaveFailed, match="was written while it was being saved"):
@@ -152,7 +152,7 @@ def test_rows_from_all_over_a_table_are_copied_and_looked_at(
 def test_a_table_without_rows_on_this_rank_is_copied() -> None:
     late, none = LateCopies({}), torch.empty(0, 8)
     rows = [none, none[::3], none[:, 0]]
-    late.add_table(NoTable(), rows, [each.clone() for each in rows])  # type: ignore[arg-type]
+    late.add_table(NoTable(), rows, [each.clone() for each in rows])  # type: ignore[arg-type]  # a stand-in
     late.make()
 
 
