@@ -72,7 +72,7 @@ def content() -> ChainContent:
     Counted.walks = 0
     head = make(1)
     # Stand-ins: only the attributes that are read, since thousands of them are made.
-    head.tables.update({name: SimpleNamespace(rows=5, dim=8) for name in NAMES[:MANY]})  # type: ignore[misc]
+    head.tables.update({name: SimpleNamespace(rows=5, dim=8) for name in NAMES[:MANY]})  # type: ignore[misc]  # a stand-in
     return ChainContent(Chain((head,)), (chunks,))
 
 
@@ -98,7 +98,7 @@ def test_chunks_are_sorted_by_table_once(
 def test_chunks_are_sorted_by_file_once() -> None:
     entry = SimpleNamespace(offset=0, length=7)
     chunks: Any = Counted(  # of stand-ins
-        SimpleNamespace(file=f"{i}", entry=entry, number=0)  # type: ignore[misc]
+        SimpleNamespace(file=f"{i}", entry=entry, number=0)  # type: ignore[misc]  # a stand-in
         for i in range(MANY)
     )
     Counted.walks = 0
