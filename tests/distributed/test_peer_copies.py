@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from tests.distributed.models import CollectionSpec, ModelSpec, TableSpec
 from tests.distributed.partial_lives import (
     Lives,
     bytes_read,
@@ -180,6 +181,18 @@ def test_what_exceeds_the_budget_is_dropped(
 ) -> None:
     found = workers(4).run(lose, lost=[2], most_bytes=most_bytes, **where)
     assert found[0]["sources"] == sources([2], "checkpoint")
+
+
+def lose_of_a_small_model(folder: str, memory: str) -> list[str]:
+    """Lose a rank of a model whose tables take less than its dense part and the indexes."""
+    small = ModelSpec((CollectionSpec("c", (TableSpec("parts", 80, 4, ("f0",)),)),), hidden=300)
+    plan = {"c.parts": "row_wise"}
+    found: list[str] = lose(folder, memory, [2], spec=small, plan=plan)["sources"]
+    return found
+
+
+def test_a_small_model_has_room_for_its_indexes(where: dict[str, Any], workers: Workers) -> None:
+    assert workers(4).run(lose_of_a_small_model, **where) == [sources([2], "peer")] * 4
 
 
 def held_after(folder: str, memory: str, steps: int) -> list[int]:

@@ -23,7 +23,7 @@ class PeerCopies:
     Attributes:
         most_bytes: the most that a rank holds for others: the baseline and chain of its neighbour.
             What would exceed it is dropped until the next full checkpoint, and the log says so.
-            None: twice the bytes of the largest rank's tables with their optimizer state.
+            None: twice what the largest rank's part of the model takes.
     """
 
     most_bytes: int | None = None

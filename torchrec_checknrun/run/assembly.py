@@ -126,10 +126,10 @@ class Assembly:
         saver = partial(Saver, options, target, ranks, self.background, image)
         self.saver = self._on_all_ranks(saver, Saver.close)
         wanted = None if options.partial is None else options.partial.peers
-        peers = self._on_all_ranks(
-            partial(make_peers, wanted, image, ranks, self.background_ranks), lambda _: None
-        )
         bytes = _table_bytes(target.tracked) + _dense_bytes(options.model, target.tracked)
+        peers = self._on_all_ranks(
+            partial(make_peers, wanted, image, ranks, self.background_ranks, bytes), lambda _: None
+        )
         host = self._on_all_ranks(
             partial(make_host_files, options.survive, options.root, ranks, bytes), lambda _: None
         )

@@ -18,10 +18,7 @@ from torchrec_checknrun.shared_memory.space import require_space
 from torchrec_checknrun.store.copied_folder import CopiedFolder
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder, folders_of_run
-from torchrec_checknrun.tiers.outgoing import OutgoingCopies, logger
-
-_INDEXES = 16 << 20
-"""Bytes for what a file holds beside its content, which is more than that of a small model."""
+from torchrec_checknrun.tiers.outgoing import INDEXES, OutgoingCopies, logger
 
 
 def make_host_files(wanted: object, root: Folder, ranks: Ranks, bytes: int) -> HostFiles | None:
@@ -50,11 +47,11 @@ class HostFiles(OutgoingCopies):
     def __init__(
         self, wanted: HostCopies, root: Folder, rank: int, world_size: int, bytes: int
     ) -> None:
-        most = 2 * (bytes + _INDEXES) if wanted.most_bytes is None else wanted.most_bytes
+        most = 2 * (bytes + INDEXES) if wanted.most_bytes is None else wanted.most_bytes
         super().__init__(
             CopiesFolder(wanted.path(root.place, rank, world_size)),
             rank,
-            full_bytes=bytes + _INDEXES,
+            full_bytes=bytes + INDEXES,
             most=most,
             missing="copies are missing, and would be read from the storage",
         )

@@ -12,6 +12,9 @@ from torchrec_checknrun.tiers.copies_folder import CopiesFolder
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
+INDEXES = 16 << 20
+"""Bytes for what a file holds beside its content, which is more than that of a small model."""
+
 
 class OutgoingCopies:
     """The copies of one rank's own files, each until it is known where it belongs.

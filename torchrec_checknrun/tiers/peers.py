@@ -23,7 +23,7 @@ from torchrec_checknrun.shared_memory.space import require_space
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder
 from torchrec_checknrun.tiers.exchange import Move, exchange
-from torchrec_checknrun.tiers.outgoing import OutgoingCopies, logger
+from torchrec_checknrun.tiers.outgoing import INDEXES, OutgoingCopies, logger
 from torchrec_checknrun.tiers.peer_tier import IncomingCopy, PeerTier
 from torchrec_checknrun.tiers.placement import holders, machine_of
 from torchrec_checknrun.tiers.tier import NotHeld
@@ -35,7 +35,7 @@ class Own(NamedTuple):
     Attributes:
         machine: what is lost together with this rank.
         shards: a digest of its shards: copies of others don't fit.
-        bytes: of its tables, with optimizer state.
+        bytes: of its tables with optimizer state, and of everything else.
     """
 
     machine: tuple[str, int, int]
@@ -58,23 +58,26 @@ class Offer(NamedTuple):
 
 
 def make_peers(
-    wanted: PeerCopies | None, image: RankImage | None, ranks: Ranks, background: Ranks
+    wanted: PeerCopies | None, image: RankImage | None, ranks: Ranks, background: Ranks, bytes: int
 ) -> Peers | None:
     """Make the copies of all ranks; None where none are wanted, or there is nobody to have them.
 
     A collective. Must not fail on one rank alone.
+
+    Args:
+        bytes: of this rank's tables with optimizer state, and of everything else.
     """
     if wanted is None or image is None:
         return None
     digest = hashlib.sha256(image.shards.digest.encode()).hexdigest()[:16]
-    own = ranks.gather(Own(machine_of(image.path.parent), digest, image.shards.bytes))
+    own = ranks.gather(Own(machine_of(image.path.parent), digest, bytes))
     machines = [one.machine for one in own]
     if ranks.rank == 0 and len(set(machines)) == 1:
         logger.warning(
             "all ranks share one machine's memory: peer copies are lost together with it, and help "
             "only where single images are gone"
         )
-    largest = max(one.bytes for one in own)
+    largest = max(one.bytes for one in own) + INDEXES
     most = 2 * largest if wanted.most_bytes is None else wanted.most_bytes
     if ranks.world_size == 1:
         return None
@@ -103,7 +106,7 @@ class Peers(OutgoingCopies):
         super().__init__(
             folder,
             ranks.rank,
-            full_bytes=own[ranks.rank].bytes,
+            full_bytes=own[ranks.rank].bytes + INDEXES,
             most=most,
             missing="peer copies are missing, and would be read from the storage",
         )
