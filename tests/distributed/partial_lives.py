@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,24 @@ class Dice:
         self.generator.set_state(state["generator"])
 
 
+class Gathered:
+    """A state that the ranks gather when they are asked, and rank 0 alone shows, as PyTorch's
+    ``get_state_dict`` with ``full_state_dict`` and ``cpu_offload`` does.
+    """
+
+    def __init__(self) -> None:
+        self.part = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = [torch.empty(2) for _ in range(dist.get_world_size())]
+        dist.all_gather(whole, self.part)
+        return {"whole": {"parts": torch.cat(whole)} if dist.get_rank() == 0 else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if parts := state["whole"]:
+            self.part = parts["parts"].view(-1, 2)[dist.get_rank()].clone()
+
+
 def advanced(saved: dict[str, Any], steps: int) -> dict[str, Any]:
     """The rule of the reader: two samples a step."""
     return {"position": saved["position"] + 2 * steps}
@@ -85,6 +103,7 @@ class Lives:
         ruled: whether the states of each rank's own have rules.
         peers: copies in other ranks' memory.
         priority: rows saved between checkpoints.
+        beside: makes more states of a life.
     """
 
     def __init__(
@@ -97,10 +116,11 @@ class Lives:
         plan: Plan | None = None,
         peers: PeerCopies | None = None,
         priority: PrioritySaves | None = None,
+        beside: Callable[[], dict[str, Any]] = dict,
         **options: Any,
     ) -> None:
         self.root, self.memory = Path(folder) / "root", memory
-        self._ruled, self._options = ruled, options
+        self._ruled, self._options, self._beside = ruled, options, beside
         self._spec, self._plan = spec, PLAN if plan is None else plan
         self._partial = (
             None if max_pls is None else PartialRecovery(max_pls, TOTAL, peers, priority)
@@ -125,6 +145,7 @@ class Lives:
                 "job": self.job,
                 "reader": reader,
                 "dice": PerRank(self.dice, lost="copy"),
+                **self._beside(),
             },
             every_steps=EVERY,
             when_busy="wait",

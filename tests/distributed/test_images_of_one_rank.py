@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.models import Plan
-from tests.distributed.small_job import Workers, build, checkpointer, where
+from tests.distributed.partial_lives import Gathered
+from tests.distributed.small_job import SPEC, Workers, build, checkpointer, plan_of, where
 from torchrec_checknrun import Images, PerRank, Replicated
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
 
 
 def give_up_one(root: str, spec: dict[str, Any], plan: Plan) -> None:
-    job = build(spec, plan)
-    memory = Path(root).parent
-    with checkpointer(root, job, timeout_seconds=20.0, survive=Images(str(memory))) as saver:
+    job, images = build(spec, plan), Images(str(Path(root).parent))
+    state = {"shown": Replicated(Gathered())}
+    with checkpointer(root, job, timeout_seconds=20.0, survive=images, state=state) as saver:
         saver.restore()
         job.train()
         saver.step()
@@ -45,24 +46,6 @@ def test_one_rank_gives_its_image_up(workers: Workers, tmp_path: Path) -> None:
     workers(2).run(give_up_one, **where(tmp_path))
 
 
-class Gathered:
-    """A state that the ranks gather when they are asked, and rank 0 alone shows, as PyTorch's
-    ``get_state_dict`` with ``full_state_dict`` and ``cpu_offload`` does.
-    """
-
-    def __init__(self) -> None:
-        self.part = torch.zeros(2)
-
-    def state_dict(self) -> dict[str, Any]:
-        whole = [torch.empty(2) for _ in range(dist.get_world_size())]
-        dist.all_gather(whole, self.part)
-        return {"whole": {"parts": torch.cat(whole)} if dist.get_rank() == 0 else {}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if parts := state["whole"]:
-            self.part = parts["parts"].view(-1, 2)[dist.get_rank()].clone()
-
-
 def gather_by_images(root: str, spec: dict[str, Any], plan: Plan) -> list[list[float]]:
     found = []
     for life in range(2):
@@ -84,6 +67,30 @@ def gather_by_images(root: str, spec: dict[str, Any], plan: Plan) -> list[list[f
             saver.step()
         saver._release(failed=True)
     return found
+
+
+def save_amid_a_step(root: str, spec: dict[str, Any], plan: Plan) -> bool:
+    """Save before ``step()`` where rank 0 alone has tables; return whether rows changed."""
+    job, images = build(spec, plan), Images(str(Path(root).parent))
+    state = {"shown": Replicated(Gathered())}
+    with checkpointer(root, job, timeout_seconds=20.0, survive=images, state=state) as saver:
+        saver.restore()
+        job.train()
+        saver.step()
+        job.loss(*job.batch(1)).backward()
+        image = saver._survival._image
+        assert image is not None
+        assert image._journal is not None
+        changed = image._journal.is_open
+        job.optimizer.step()
+        assert saver.save().step == 1
+        return changed
+
+
+@pytest.mark.skipif(not has_extension(), reason="the extension was not built")
+def test_a_save_before_the_end_of_a_step(workers: Workers, tmp_path: Path) -> None:
+    place = where(tmp_path) | {"plan": dict.fromkeys(plan_of(SPEC), "table_wise:0")}
+    assert workers(2).run(save_amid_a_step, **place) == [True, False]
 
 
 @pytest.mark.skipif(not has_extension(), reason="the extension was not built")

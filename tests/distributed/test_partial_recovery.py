@@ -17,6 +17,7 @@ from tests.distributed.partial_lives import (
     LONELY,
     LONELY_PLAN,
     TOTAL,
+    Gathered,
     Lives,
     bytes_read,
     differing,
@@ -25,7 +26,7 @@ from tests.distributed.partial_lives import (
 )
 from tests.distributed.worker_pool import WorkerPool
 from tests.examples import some_of
-from torchrec_checknrun import Consecutive, Intermittent, OneShot, RestoreReport
+from torchrec_checknrun import Consecutive, Intermittent, OneShot, Replicated, RestoreReport
 from torchrec_checknrun.recovery.held_restore import HeldRestore
 
 Workers = Callable[[int], WorkerPool]
@@ -229,6 +230,25 @@ def test_else_all_ranks_go_back_and_it_is_told(
     for steps, reasons in workers(4).run(without, case=case, **where):
         assert steps == step
         assert reason in " ".join(reasons)
+
+
+def gathered(folder: str, memory: str) -> list[str]:
+    """Lose a rank in a run with a state that all ranks gather when they are asked for it."""
+    lives = Lives(
+        folder, memory, timeout_seconds=20.0, beside=lambda: {"shown": Replicated(Gathered())}
+    )
+    lives.begin()
+    lives.saver.restore()
+    lives.train(6)
+    lives.die([1])
+    lives.begin()
+    found = [source.source for source in restored(lives).ranks]
+    lives.end()
+    return found
+
+
+def test_a_state_that_ranks_gather_is_asked_of_all(where: dict[str, Any], workers: Workers) -> None:
+    assert workers(2).run(gathered, **where) == [["images", "checkpoint"]] * 2
 
 
 def a_table_of_one_rank(folder: str, memory: str) -> None:

@@ -8,6 +8,7 @@ sharded tensors, the optimizers' clocks, and the random number generators.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.boxes import Box
-from torchrec_checknrun.errors import CorruptCheckpoint, ImagesRefused
+from torchrec_checknrun.errors import CorruptCheckpoint, ImagesRefused, SaveFailed
 from torchrec_checknrun.format.chunk import BlockHeader, dtype_name
 from torchrec_checknrun.format.entries import Facts
 from torchrec_checknrun.format.state_tree import leaves
@@ -116,6 +117,13 @@ class Taker:
         """
         return [*self._beside_generators(), *section({_GENERATORS: generators_state()})]
 
+    def ask(self) -> None:
+        """Ask the state objects where nothing is kept of it: some talk to the other ranks then,
+        which go on asking.
+        """
+        with suppress(SaveFailed):
+            state_dicts(self._states, self._kept)
+
     def _beside_generators(self) -> list[Piece]:
         """Return the pieces of all but the random number generators' state, which comes last."""
         pieces = [*self._content.pieces()]
@@ -125,16 +133,13 @@ class Taker:
                 pieces += kept
             else:
                 asked.append(name)
-        of_run = {
-            **self._asked(asked),
-            _TABLES: {
-                table.table: dict(zip(("weight", *table.optimizer), table.tensors, strict=True))
-                for table in replicas(self._tracked)
-            },
-            _PROGRESS: msgspec.msgpack.encode(_packed(self._tracked.progress())),
-            **_of_collisions(self._tracked.collisions.state()),
+        tables = {
+            table.table: dict(zip(("weight", *table.optimizer), table.tensors, strict=True))
+            for table in replicas(self._tracked)
         }
-        return [*pieces, *section(of_run)]
+        collisions = self._tracked.collisions.state()
+        of_run = _of_run(tables, self._tracked.progress(), collisions)
+        return [*pieces, *section({**self._asked(asked), **of_run})]
 
     def _asked(self, names: Collection[str]) -> dict[str, Any]:
         """Return the state objects' content: of optimizers those with these names."""
@@ -189,6 +194,16 @@ def require_few(pieces: Sequence[Piece], most: int, seconds: float) -> None:
             f"(to find them took {seconds * 1e3:.1f} ms), more than most_state_bytes={most:,}: "
             "raise that limit if the step has the time, or run without survive=Images()"
         )
+
+
+def _of_run(
+    tables: dict[str, dict[str, torch.Tensor]],
+    progress: Mapping[str, OptimizerClock],
+    collisions: CollisionState | None,
+) -> dict[str, object]:
+    """Return what is held beside states, see ``HeldStates``."""
+    clocks = msgspec.msgpack.encode(_packed(progress))
+    return {_TABLES: tables, _PROGRESS: clocks, **_of_collisions(collisions)}
 
 
 def _of_collisions(state: CollisionState | None) -> dict[str, object]:
@@ -267,3 +282,12 @@ class HeldStates:
             *(KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError),
         ) as error:
             raise NoImage(f"its state can't be read ({error!r})") from None
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces that ``read`` reads, with this rank's present generators: where no
+        object may be asked, since the other ranks' are not. There are no ``parts``.
+        """
+        states = {name: decode_state(*tree) for name, tree in self.trees.items()}
+        of_run = _of_run(self.tables, self.progress, self.collisions)
+        generators = {_GENERATORS: generators_state()}
+        return [*section({STATES: states, **of_run}), *section(generators)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -27,7 +27,7 @@ from torchrec_checknrun.memory.step_states import StepStates
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.shared_memory.areas import Areas, Layout
 from torchrec_checknrun.shared_memory.file import NoImage
-from torchrec_checknrun.shared_memory.header import FIRST_BYTES, Word
+from torchrec_checknrun.shared_memory.header import FIRST_BYTES, Piece, Word
 from torchrec_checknrun.shared_memory.space import bytes_at, require_space
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class RankImage:
         self.rows = self.changed = 0
         self._areas: Areas | None = None
         self._journal: StepJournal | None = None
-        self._broken = self._told_ahead = False
+        self._broken = False
         self._open()
 
     def _open(self) -> None:
@@ -215,10 +215,12 @@ class RankImage:
         lossy: int,
         full: bool,
         losses: tuple[Loss, ...] = (),
+        state: Sequence[Piece] | None = None,
     ) -> None:
         """Begin an image of the model as it is now, at the end of a step.
 
         Args:
+            state: everything beside rows; None: ask the objects, on all ranks.
             incarnation: the same on all ranks.
             lineage, head, lossy, full, losses: see ``Descent``.
 
@@ -227,7 +229,7 @@ class RankImage:
             UnsupportedState, SaveFailed: a state can't be stored.
         """
         started = time.perf_counter()
-        pieces = self._taker.take()
+        pieces = self._taker.take() if state is None else state
         require_few(pieces, self._images.most_state_bytes, time.perf_counter() - started)
         if self._areas is not None and self.why_not is not None:
             self._areas.close()
@@ -264,16 +266,16 @@ class RankImage:
         Where that fails the image is given up, and the log tells why; training goes on.
         """
         if self._areas is None or self._journal is None:
+            self._ask_alike()
             return
         for watch in self.shards.watches:
             watch.check()
-        if not self.shards.is_in_place:
-            self.give_up("the tables' memory was replaced (by a reshard, or `model.to`)")
-            return
         started = time.perf_counter()
         try:
             pieces = self._taker.take()
             require_few(pieces, self._images.most_state_bytes, time.perf_counter() - started)
+            if not self.shards.is_in_place:
+                raise NoImage("the tables' memory was replaced (by a reshard, or `model.to`)")
             words = self._areas.words
             self._states.write(step, pieces, keep=words[Word.DONE])
         except (CheckNRunError, OSError, NoImage) as error:
@@ -282,14 +284,6 @@ class RankImage:
         words.publish(Word.DONE, step)
         words.publish(Word.TIME, int(time.time()))
         self._journal.end_step()
-        if self._journal.ahead and not self._told_ahead:
-            self._told_ahead = True
-            logger.warning(
-                "a batch was looked up before the end of the step before it, as semi-synchronous "
-                "pipelines do (or was only evaluated, without torch.no_grad, and its output is "
-                "still there): after a killed process such a batch is looked up again, and the run "
-                "is not the same bit for bit"
-            )
 
     def missed(self, why: str) -> None:
         """Note that rows were changed that were not journaled."""
@@ -303,13 +297,15 @@ class RankImage:
         not be gone back to, since the checkpoint would be newer.
         """
         if self._journal is None or self._areas is None:
+            self._ask_alike()
             return
         try:
             done = self._areas.words[Word.DONE]
         except NoImage as error:
             self.give_up(str(error))
             return
-        if self._journal.is_open or not self._is_at(done):
+        is_at = self._is_at(done)  # first: it asks the objects, on all ranks alike
+        if self._journal.is_open or not is_at:
             self._journal.pass_by("a checkpoint holds what was changed since a step's end")
 
     def cut(self, id: str, full: bool) -> None:
@@ -369,6 +365,11 @@ class RankImage:
             return self._taker.is_present(self.state_bytes(step))
         except (NoImage, CheckNRunError):
             return False
+
+    def _ask_alike(self) -> None:
+        """Ask the objects at the end of a step without an image, as ranks that have theirs do."""
+        if self._broken:
+            self._taker.ask()
 
     def give_up(self, why: str) -> None:
         """Have no image any more; say so, once."""

@@ -68,7 +68,7 @@ class StepJournal:
         parts = [len(shard.tensors) for shard in shards]
         self._native: Any = torch.classes.checknrun.StepJournal(tensors, parts)
         self._open: int | None = None
-        self._told = False
+        self._told = self._told_ahead = False
         self.rows = self.changed = 0
         self.ahead: weakref.WeakSet[Lookup] = weakref.WeakSet()
 
@@ -130,6 +130,14 @@ class StepJournal:
     def end_step(self) -> None:
         """Close the present journal, once the step's end is published."""
         self._open = None
+        if self.ahead and not self._told_ahead:
+            self._told_ahead = True
+            logger.warning(
+                "a batch was looked up before the end of the step before it, as semi-synchronous "
+                "pipelines do (or was only evaluated, without torch.no_grad, and its output is "
+                "still there): after a killed process such a batch is looked up again, and the run "
+                "is not the same bit for bit"
+            )
 
     def verify(self) -> None:
         """Check that the journals can be undone; change nothing.

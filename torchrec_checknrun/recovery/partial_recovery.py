@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.memory.agreement import Decision
 from torchrec_checknrun.memory.held_states import HeldStates, local_parts
 from torchrec_checknrun.memory.image import RankImage
-from torchrec_checknrun.model.dense_states import DenseStates
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.options.arguments import COPY, LostRule, PerRank, Replicated
@@ -39,7 +38,6 @@ from torchrec_checknrun.restore.chunks import (
 from torchrec_checknrun.restore.fit import Fit, Match, match_tables
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.restore.rows import RowRestore
-from torchrec_checknrun.restore.states import SavedStates, present_states
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.shards import TableShape
@@ -238,11 +236,12 @@ class LostRank:
             if name in trees and rule != COPY:
                 assert callable(rule), "checked by the decision"
                 trees[name] = self._advanced(name, rule)
-        if found.parts:
-            raise IncompatibleCheckpoint(f"sharded tensors beside tables: {sorted(found.parts)}")
+        if names := {repr(header.path) for header in found.sharded} | found.parts.keys():
+            raise IncompatibleCheckpoint(f"sharded tensors beside tables: {sorted(names)}")
         own = self._target.tracked.progress()
         progress = clocks_at(own, self._survivors, self._saved_clocks(), step - self._since)
-        return replace(found, trees=trees, progress=progress, generators={})
+        self._held = replace(found, trees=trees, progress=progress, generators={})
+        return self._held
 
     def go_back(self, step: int, head: str | None, losses: tuple[Loss, ...], lossy: int) -> None:
         """Read this rank's rows from the chain, and mark those that its baseline lacks.
@@ -289,6 +288,7 @@ class LostRank:
             lineage.lossy_restores,
             lineage.converted,
             lineage.losses,
+            self._held.pieces(),
         )
 
     @property
@@ -298,10 +298,8 @@ class LostRank:
     def _require_no_parts(self) -> None:
         target = self._target
         assert target.model is not None
-        live: dict[str, Any] = {MODEL: target.model.state_dict()}
-        optimizers = DenseStates(target.model, target.states, target.tracked)
-        live.update(present_states(target.states, optimizers, SavedStates.of(self._content)))
-        _, blocks = local_parts(live, target.tracked)
+        # Of other objects the survivors tell: to ask these here may wait for the other ranks.
+        _, blocks = local_parts({MODEL: target.model.state_dict()}, target.tracked)
         if blocks:
             names = sorted({repr(block.path) for block in blocks})
             raise IncompatibleCheckpoint(
