@@ -29,6 +29,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests import seeding
+
 ROWS, DIM = 40, 8
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -65,7 +67,7 @@ class PlacedJob:
     """
 
     def __init__(self, placing: str, optimizer: str, seed: int = 0) -> None:
-        torch.manual_seed(seed)
+        seeding.seed(seed)
         world, module = dist.get_world_size(), Model()
         apply_optimizer_in_backward(torch.optim.Adagrad, module.ebc.parameters(), {"lr": 0.1})
         sharder: Any = EmbeddingBagCollectionSharder()

@@ -18,6 +18,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from tests import seeding
 from tests.distributed.layouts import generator_of
 from tests.distributed.zoo import CPU, FUSED, ZooBatch
 from tests.unit.drawn_programs import habits, nets, schedules
@@ -44,7 +45,7 @@ class Place:
 
 
 def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
+    seeding.seed(seed)
     np.random.seed(seed)
     random.seed(seed)
 
