@@ -20,8 +20,14 @@ ARGS ?=
 # what it imports of torch again, in twice the time of the import.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Of tests, which wait for other processes most of the time: groups run beside each other, the longest first.
-GROUPS := tests/distributed tests/unit tests/crash tests/unit/run tests/unit/serve other-tests tests/unit/recipes
+# Of tests, which wait for other processes at times: groups run beside each other. A group imports TorchRec once more,
+# which takes seconds.
+GROUPS := distributed-tests unit-tests run-tests crash-tests other-tests
+distributed-tests: PATHS := tests/distributed
+crash-tests: PATHS := tests/crash
+run-tests: PATHS := tests/unit/run tests/unit/serve
+unit-tests: PATHS := tests/unit --ignore=tests/unit/run --ignore=tests/unit/serve --ignore=tests/unit/recipes
+other-tests: PATHS := tests/unit/recipes $(filter-out $(addprefix tests/,distributed unit crash __pycache__),$(patsubst %/,%,$(wildcard tests/*/)))
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 # The site, in build/site: any warning fails. The variable silences an advertisement.
@@ -117,11 +123,8 @@ else
 	$(PY) -m pytest $(if $(filter test,$@),-m 'not slow',--timeout 1800) $(ARGS)
 endif
 
-$(filter tests/%,$(GROUPS)):
-	$(PY) -m pytest $(SELECT) --durations=20 $@ $(addprefix --ignore=,$(filter $@/%,$(GROUPS)))
-
-other-tests:
-	$(PY) -m pytest $(SELECT) --durations=20 $(addprefix --ignore=,$(filter tests/%,$(GROUPS)))
+$(GROUPS):
+	$(PY) -m pytest $(SELECT) --durations=20 $(PATHS)
 
 # Nothing of the environment: a C++ compiler alone.
 race:
