@@ -23,12 +23,12 @@ from tests.examples import some_of
 
 Workers = Callable[[int], WorkerPool]
 
-OFTEN = (9004, 9013)
-SEEDS = (*OFTEN, *(seed for seed in range(9000, 9040) if seed not in OFTEN))
+OFTEN = 9004
+SEEDS = (OFTEN, *(seed for seed in range(9000, 9040) if seed != OFTEN))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", some_of(SEEDS, 0, 1))
+@pytest.mark.parametrize("seed", some_of(SEEDS, 0))
 def test_rows_of_few_bits(workers: Workers, tmp_path: Path, seed: int) -> None:
     seen = run(workers, seed, tmp_path)
     assert seen["lives"] == 4

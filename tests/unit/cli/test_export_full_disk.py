@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec, uniform_plan
+from tests.examples import some_of
 from tests.unit.console import Console
 from tests.unit.run.jobs import checkpointer, train
 from torchrec_checknrun.errors import StorageFailed
@@ -34,8 +36,9 @@ def saved(root: Path, table: str = "t") -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("form", ["dcp", "safetensors"])
-@pytest.mark.parametrize("what", ["scratch file", "target"])
+@pytest.mark.parametrize(
+    ("form", "what"), some_of(product(["dcp", "safetensors"], ["scratch file", "target"]), 0, 3)
+)
 def test_files_may_not_be_that_large(tmp_path: Path, form: str, what: str) -> None:
     """Tell of a scratch file that has no space as of a target: never end by a signal."""
     saved(tmp_path / "run")
