@@ -83,7 +83,8 @@ class PendingGradients:
             if (call := method()) is not None:
                 call(optimizer)
 
-        self._handle = register_optimizer_step_post_hook(stepped)
+        # Not to be compiled with a step: ranks might come to run other code.
+        self._handle = register_optimizer_step_post_hook(torch.compiler.disable(stepped))
 
     @property
     def waiting(self) -> bool:

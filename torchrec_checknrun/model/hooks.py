@@ -162,8 +162,9 @@ class DataParallelHook(KernelHook):
     def __init__(self, kernel: Kernel, marks: list[Marks]) -> None:
         super().__init__(kernel, marks)
         self._pending = [PendingRows(each) for each in marks]
-        self._steps = register_optimizer_step_pre_hook(self._before_step)
-        self._stepped = register_optimizer_step_post_hook(self._after_step)
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+        self._steps = register_optimizer_step_pre_hook(before)
+        self._stepped = register_optimizer_step_post_hook(after)
 
     @property
     def waiting(self) -> bool:

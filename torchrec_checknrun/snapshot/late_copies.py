@@ -122,7 +122,7 @@ class _Steps:
         with self._lock:
             self._waiting = (*self._waiting, copies)
             if not self._hooked:
-                register_optimizer_step_pre_hook(self._before_step)
+                register_optimizer_step_pre_hook(torch.compiler.disable(self._before_step))
                 self._hooked = True
 
     def discard(self, copies: LateCopies) -> None:

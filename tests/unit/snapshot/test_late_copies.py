@@ -65,6 +65,21 @@ def test_a_step_makes_the_copies_first(copied: Copied) -> None:
     assert copied.late.seconds > 0
 
 
+def test_a_compiled_step_makes_them_as_well() -> None:
+    """Leave the copies to Python: compiled, they were taken for writes by hand, or failed."""
+    torch.compiler.reset()
+    other = nn.Parameter(torch.ones(3))
+    step = torch.compile(torch.optim.Adam([other]).step, backend="eager")
+    for values in (VALUES, 2 * VALUES, 3 * VALUES):
+        copied = Copied(values)
+        other.grad = torch.ones(3)
+        step()
+        copied.parameter.data.zero_()
+        copied.late.make()  # finds nothing left
+        assert copied.is_of_cut
+    torch.compiler.reset()
+
+
 def test_any_optimizer_s_step_will_do(copied: Copied) -> None:
     other = nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
