@@ -120,9 +120,21 @@ class Runs:
             "callbacks": [self.committed.append],
         }
 
+    def training(self, seed: int, at: int) -> Training:
+        """Make the objects of a life."""
+        return Training(self.program, seed, at)
+
+    def cut(self, training: Training, id: str) -> None:
+        """Take a copy of all that is live, when a checkpoint was begun."""
+        self.cuts[id] = Cut(everything(training), training.place.position)
+
+    def state(self, training: Training) -> dict[str, Any]:
+        """Return the state objects that a Checkpointer is given."""
+        return {"rng": RngState(), **training.state}
+
     def saver(self, training: Training, **options: Any) -> Checkpointer:
         files._mapped.clear()
-        state = {"rng": RngState(), **training.state}
+        state = self.state(training)
         self._saver = Checkpointer(self.root, model=training.model, state=state, **options)
         return self._saver
 
@@ -135,7 +147,7 @@ class Runs:
         at = 0 if newest is None else self.cuts[newest.id].position
         if way == "images":
             at = self.done
-        training = Training(self.program, seed, at)
+        training = self.training(seed, at)
         saver = self.saver(training, **self.options())
         report = saver.restore(newest.id if way == "older" and newest is not None else None)
         source = "nothing" if report is None else report.source
@@ -154,7 +166,7 @@ class Runs:
                 again = saver.save()
                 if not again.unchanged:
                     self.outcome.facts.append("a save after a restore is no longer unchanged")
-                    self.cuts[again.id] = Cut(everything(training), found)
+                    self.cut(training, again.id)
             training.habit.after_step(found)  # which came after what was restored
         return training, saver
 
@@ -187,13 +199,13 @@ class Runs:
             return
         report = saver.save()
         if not report.unchanged:
-            self.cuts[report.id] = Cut(everything(training), training.place.position)
+            self.cut(training, report.id)
 
     def _note(self, training: Training, saver: Checkpointer) -> None:
         """Take a copy if the last call has begun a checkpoint."""
         save = saver._saver.running
         if save is not None and save is not self._seen:
-            self.cuts[save.proposal.id] = Cut(everything(training), training.place.position)
+            self.cut(training, save.proposal.id)
             self._seen = save
 
     def die(self) -> None:
@@ -316,7 +328,7 @@ def _compare_checkpoints(program: Program, runs: Runs) -> None:
     runs.lose_images()
     for seed, id in enumerate(sorted(there), 50):
         cut = runs.cuts[id]
-        training = Training(program, seed, cut.position)
+        training = runs.training(seed, cut.position)
         with runs.saver(training) as saver:
             saver.restore(id)
             lines = differences_at_rest(everything(training), cut.live)
