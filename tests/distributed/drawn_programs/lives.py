@@ -1,0 +1,324 @@
+"""Live one life of a drawn program on this rank, and compare all that it leaves and restores."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.distributed import lc_plain, references, states
+from tests.distributed.drawn_programs.programs import OWN_BUFFERS, Ranked
+from tests.distributed.drawn_programs.sabotage import broken
+from tests.distributed.layouts import Layout
+from tests.programs.live import Live, differences
+from tests.unit.drawn_programs import running
+from tests.unit.drawn_programs.programs import STEPS
+from tests.unit.drawn_programs.running import (
+    Cut,
+    Outcome,
+    Runs,
+    differences_at_rest,
+    everything,
+    quiet,
+)
+from tests.unit.drawn_programs.training import Training
+from torchrec_checknrun import (
+    Checkpointer,
+    PartialRecovery,
+    PerRank,
+    PrioritySaves,
+    Quantization,
+    RestoreReport,
+    Retention,
+)
+from torchrec_checknrun.format.names import sequence_of
+from torchrec_checknrun.memory.partial import PeerCopies
+
+CODECS: dict[str, Quantization | None] = {
+    "8": Quantization(8, "asymmetric", exact_below_rows=0),
+    "4": Quantization(4, "asymmetric", exact_below_rows=0),
+    "delta": Quantization(
+        method="delta", step=references.STEP, optimizer="fp32", exact_below_rows=0
+    ),
+    "lc": Quantization(3, "lc", exact_below_rows=0),
+}
+OF_RANKS = re.compile(r"embedding|generators|\.kept\b|fused|\.progress|_lookups|\.grad\b|layout|_replicate_params")
+"""Paths of what belongs to a rank or a layout."""
+
+
+@dataclass
+class RankCut(Cut):
+    """A cut on one of several ranks.
+
+    Attributes:
+        layout: the ranks and shardings, as text.
+        common: what was alike on all ranks.
+    """
+
+    layout: str
+    common: Live
+
+
+class Job:
+    """A training's model and optimizers, for ``states.gather``."""
+
+    def __init__(self, training: Training) -> None:
+        self.model, self.optimizer = training.model, self
+        self._all = training.optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        outer = [each.state_dict() for each in self._all.outer if each is not self._all.fused]
+        return {"state": self._all.fused.state_dict()["state"], "outer": outer}
+
+
+class RankRuns(Runs):
+    """One rank's lives of a run; what earlier ones have left is in files.
+
+    Args:
+        folder: of the run.
+        layout: that of the life.
+    """
+
+    def __init__(
+        self, ranked: Ranked, folder: Path, outcome: Outcome, layout: Layout
+    ) -> None:
+        self._rank = dist.get_rank()
+        super().__init__(ranked.program, folder, outcome)
+        self.ranked, self.folder, self.layout = ranked, folder, layout
+        self._copies = folder / "cuts"
+        self._copies.mkdir(exist_ok=True)
+        self._notes = folder / f"notes.{self._rank}.pickle"
+        self.last: Live | None = None
+        """What was live at the end of the last life, if it ended between turns."""
+        for path in self._copies.glob("*.0.pickle"):
+            id = path.name.removesuffix(".0.pickle")
+            paths = sorted(self._copies.glob(f"{id}.*.pickle"))
+            self.cuts[id] = pickle.loads(paths[min(self._rank, len(paths) - 1)].read_bytes())
+        if self._notes.exists():
+            self.done, self.last = pickle.loads(self._notes.read_bytes())
+
+    def there(self) -> list[str]:
+        manifests = sorted(self.root.glob("seq-*/manifest.json"))
+        return [path.parent.name for path in manifests if path.parent.name in self.cuts]
+
+    def note(self, training: Training) -> None:
+        """Keep for the next life where this one ends."""
+        assert self._saver is not None
+        between = not self._saver._saver.gradients_wait
+        self.last = everything(training) if between else None
+        self._notes.write_bytes(pickle.dumps((self.done, self.last)))
+
+    def options(self) -> dict[str, Any]:
+        options, ranked = super().options(), self.ranked
+        if options["partial"] is not None:
+            options["partial"] = PartialRecovery(
+                max_pls=1.0,
+                total_steps=100,
+                peers=PeerCopies() if ranked.peers else None,
+                priority=PrioritySaves(2, fraction=0.5),
+            )
+        if ranked.codec:
+            options["quantization"] = CODECS[ranked.codec]
+        if ranked.retention is not None:
+            options["retention"] = Retention(ranked.retention)
+        options |= {"background": ranked.background, "memory_budget": ranked.budget}
+        return options
+
+    def training(self, seed: int, at: int) -> Training:
+        return Training(self.program, seed, at, self.layout)
+
+    def state(self, training: Training) -> dict[str, Any]:
+        state = super().state(training)
+        if self.program.between in ("metric", "replay"):
+            merge = {"metric": _all_samples}.get(self.program.between)
+            state["kept"] = PerRank(state["kept"], merge=merge, lost="copy")
+        return state
+
+    def saver(self, training: Training, **options: Any) -> Checkpointer:
+        if self.program.extra in OWN_BUFFERS:
+            options["per_rank_buffers"] = "extra.*"
+        return super().saver(training, **options)
+
+    def cut(self, training: Training, id: str) -> None:
+        """Keep a copy for this life, and for later ones in files."""
+        found = everything(training)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+        alike = {
+            path: value
+            for path, value in found.items()
+            if not OF_RANKS.search(path) and all(of.get(path) == value for of in everyone)
+        }
+        cut = RankCut(found, training.place.position, str(self.layout), alike)
+        self.cuts[id] = cut
+        (self._copies / f"{id}.{self._rank}.pickle").write_bytes(pickle.dumps(cut))
+        whole = states.gather(Job(training))
+        if self._rank == 0:
+            references.store(self._copies / f"{id}.npz", whole)
+
+    def restored(self, training: Training, report: RestoreReport) -> None:
+        """Compare what was restored with the state that the run had."""
+        if report.source == "checkpoint":
+            lines = self.lost_of(training, report.id)
+        elif self.last is None or report.source == "both":
+            lines = []
+        else:
+            lines = differences_at_rest(everything(training), self.last)
+        self.outcome.lost += [f"restored from {report.source}: {line}" for line in lines]
+
+    def lost_of(self, training: Training, id: str) -> list[str]:
+        """Compare a training that was restored from a checkpoint with what was cut."""
+        if id not in self.cuts:  # a compacted copy has its original's number
+            (id,) = [each for each in self.cuts if sequence_of(each) == sequence_of(id)]
+        cut = self.cuts[id]
+        assert isinstance(cut, RankCut)
+        if cut.layout == str(self.layout) and not self.ranked.codec:
+            return differences_at_rest(everything(training), cut.live)
+        found = everything(training)
+        alike = {path: found.get(path, "(missing)") for path in cut.common}
+        lines = differences_at_rest(alike, cut.common)
+        whole = states.gather(Job(training))
+        wanted = references.load(self._copies / f"{id}.npz")
+        links = references.links_of(self.root, id)
+        if links == "lc":
+            rows, problems = lc_plain.restored(self.root, self._copies, id)
+            wanted |= rows
+            lines += problems
+        bits = None if links else references.narrowest_bits(self.root, id)
+        return lines + references.differences(whole, wanted, bits, links == "delta")
+
+    def lose_images(self) -> None:
+        dist.barrier()
+        if self._rank == 0:
+            for path in self.memory.iterdir():
+                if self.ranked.lost == "all" or f"-{dist.get_world_size() - 1}of" in path.name:
+                    path.unlink() if path.is_file() else _remove(path)
+        dist.barrier()
+
+
+    def tear(self, training: Training) -> None:
+        """Leave the ranks at different points of a turn that has begun."""
+        if not self.program.torn:
+            return
+        if self.ranked.torn == "ahead":
+            training.turn(self._saver)
+            assert self._saver is not None
+            if self._rank == 0:
+                self._saver._survival.end_step(self._saver.steps + 1)
+            return
+        training.tear()
+        if self.ranked.torn == "apart" and self._rank == 0:
+            training.optimizers.step()
+
+
+def live(folder: str, ranked: dict[str, Any], life: int, sabotage: str | None) -> dict[str, Any]:
+    """Live one life; return its outcome, unless it ends by SIGKILL, when that is in a file."""
+    program = Ranked.from_json(ranked)
+    layout = program.layout(life)
+
+    def act(outcome: Outcome) -> None:
+        runs = RankRuns(program, Path(folder), outcome, layout)
+        ways = ("fresh", *program.program.ways)
+        if life and ways[life] != "images":
+            runs.lose_images()
+        training, saver = runs.begin(life, ways[life])
+        if life + 1 < program.lives:
+            stop = min(STEPS - 1, program.program.kill + 2 * life)
+            runs.go_on(training, saver, stop)
+            runs.note(training)
+            runs.tear(training)
+            if not program.killed:
+                runs.die()
+            return
+        runs.go_on(training, saver, STEPS)
+        if program.repeats:
+            wanted = pickle.loads(_end(Path(folder)).read_bytes())
+            lines = differences(everything(training), wanted)
+            outcome.lost += [f"at the end: {line}" for line in lines]
+        runs.die()
+
+    with broken(sabotage):
+        return _acted(folder, act, life + 1 < program.lives and program.killed)
+
+
+def look(folder: str, ranked: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
+    """Restore all checkpoints on some layout, and compare them with what was cut."""
+    program = Ranked.from_json(ranked)
+
+    def act(outcome: Outcome) -> None:
+        runs = RankRuns(program, Path(folder), outcome, Layout.from_json(layout))
+        for seed, id in enumerate(runs.there(), 50):
+            training = runs.training(seed, runs.cuts[id].position)
+            with runs.saver(training) as saver:
+                saver.restore(id)
+                lines = runs.lost_of(training, id)
+            outcome.lost += [f"checkpoint {id} on {layout}: {line}" for line in lines]
+
+    return _acted(folder, act, killed=False)
+
+
+def undisturbed(folder: str, ranked: dict[str, Any]) -> dict[str, Any]:
+    """Keep what is live at the end of a run without a Checkpointer."""
+    program = Ranked.from_json(ranked)
+    outcome = Outcome()
+    try:
+        with quiet(outcome.warnings):
+            wanted = running.undisturbed(program.program, program.layout(0))
+            _end(Path(folder)).write_bytes(pickle.dumps(wanted))
+    except Exception as error:
+        outcome.invalid = f"{type(error).__name__}: {error}"
+        _leave(folder, outcome)
+        raise
+    return asdict(outcome)
+
+
+def _end(folder: Path) -> Path:
+    return folder / f"end.{dist.get_rank()}.pickle"
+
+
+def _leave(folder: str, outcome: Outcome) -> None:
+    path = Path(folder) / f"outcome.{dist.get_rank()}.json"
+    path.write_text(json.dumps(asdict(outcome)))
+
+
+def _acted(folder: str, act: Callable[[Outcome], None], killed: bool) -> dict[str, Any]:
+    """Act; note errors, which end this process and the other ranks' with it."""
+    outcome = Outcome()
+    try:
+        with quiet(outcome.warnings):
+            act(outcome)
+    except AssertionError as error:
+        outcome.lost.append(f"{running.place(error)}: {error}")
+        _leave(folder, outcome)
+        raise
+    except Exception as error:
+        outcome.refused = f"{running.place(error)} {type(error).__name__}: {error}"
+        _leave(folder, outcome)
+        raise
+    if killed:
+        _leave(folder, outcome)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return asdict(outcome)
+
+
+def _remove(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def _all_samples(states: list[dict[str, Any]]) -> dict[str, Any]:
+    counts: dict[int, int] = {}
+    for state in states:
+        for value, count in state["counts"].items():
+            counts[value] = counts.get(value, 0) + count
+    return {"seen": [each for state in states for each in state["seen"]], "counts": counts}

@@ -1,0 +1,192 @@
+"""Draw training programs of several ranks: one rank's choices, and those of ranks and layouts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from tests.distributed.layouts import Layout
+from tests.unit.drawn_programs import programs
+from tests.unit.drawn_programs.nets import DIM, ROWS
+from tests.unit.drawn_programs.programs import PIPELINES, Program
+
+OWN_BUFFERS = ("batch_norm", "late_buffer", "observed", "growing")
+"""Layers with buffers of each rank's own."""
+SPLITTABLE = ("sgd", "adagrad")
+"""Optimizers whose states follow the columns: any columns can be joined and split."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A program on several ranks.
+
+    Attributes:
+        program: what each rank does.
+        ranks: the number of them, by life; the last number is that of all further lives.
+        plan: seed of the shardings.
+        moves: whether every life has shardings of its own.
+        torn: where the ranks are in a turn that dies: ``together``; ``apart``, some with their
+            dense optimizers stepped; or ``ahead``, some at the end of it.
+        lost: whose images are gone where a checkpoint is to be restored: ``all``, or ``one``.
+        peers: whether ranks keep copies of others, with priority saves.
+        killed: whether processes die by SIGKILL, with a save that may be on its way.
+        background: what writes.
+        codec: bits of a value, or a method of differences; empty: exact.
+        published: whether the run publishes, and a follower serves it.
+        retention: checkpoints that are kept; None: all.
+        budget: bytes of memory for staging; None: as much as a save takes.
+    """
+
+    program: Program = Program()
+    ranks: tuple[int, ...] = (2,)
+    plan: int = 0
+    moves: bool = False
+    torn: str = "together"
+    lost: str = "all"
+    peers: bool = False
+    killed: bool = False
+    background: str = "thread"
+    codec: str = ""
+    published: bool = False
+    retention: int | None = None
+    budget: int | None = None
+
+    def __str__(self) -> str:
+        """Name the choices that are not the plain ones."""
+        plain = Ranked()
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = [f"{k}={v!s}" for k, v in found.items() if v != getattr(plain, k)]
+        return f"Ranked({', '.join(changed)})"
+
+    @property
+    def lives(self) -> int:
+        return len(self.program.ways) + 1
+
+    def layout(self, life: int) -> Layout:
+        """Return the layout of a life."""
+        ranks = self.ranks[min(life, len(self.ranks) - 1)]
+        return drawn_layout(self.program, ranks, self.plan, life if self.moves else 0)
+
+    @property
+    def stays(self) -> bool:
+        """Tell whether all lives have one layout."""
+        return len({str(self.layout(life)) for life in range(self.lives)}) == 1
+
+    @property
+    def repeats(self) -> bool:
+        """Tell whether the end is that of a run without an end, bit for bit."""
+        return self.stays and not self.codec and not self.goes_on_in_part
+
+    @property
+    def keeps_its_ranks(self) -> bool:
+        """Tell whether it has states that nothing merges for other ranks."""
+        return self.program.extra in OWN_BUFFERS or self.program.between == "replay"
+
+    @property
+    def goes_on_in_part(self) -> bool:
+        """Tell whether lost ranks may go back alone."""
+        return self.program.survive == "priority" and self.lost == "one"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Ranked:
+        own = dict(document["program"])
+        program = Program(**{**own, "ways": tuple(own["ways"])})
+        return cls(**{**document, "program": program, "ranks": tuple(document["ranks"])})
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "ranks": ((2,), (3,), (4,), (2, 1), (1, 2), (2, 3), (3, 2, 4), (4, 2), (2, 2, 1)),
+    "plan": tuple(range(20)),
+    "moves": (False, True),
+    "torn": ("together", "apart", "ahead"),
+    "lost": ("all", "one"),
+    "peers": (False, True),
+    "killed": (False, False, True),
+    "background": ("thread", "thread", "thread", "process"),
+    "codec": ("", "", "8", "4", "delta", "lc"),
+    "published": (False, True),
+    "retention": (None, 1, 2),
+    "budget": (None, 3000),
+}
+
+
+def drawn_layout(program: Program, ranks: int, plan: int, life: int) -> Layout:
+    """Draw a sharding for each table; its columns are the same in each life where they must be."""
+    node = 2 if ranks == 4 and plan % 2 else ranks
+    whole, moving = random.Random(f"{plan}"), random.Random(f"{plan} {ranks} {life}")
+    found = {}
+    for table in ROWS:
+        split = (moving if program.fused in SPLITTABLE else whole).random() < 0.3
+        kinds = ["row_wise", f"table_wise:{moving.randrange(ranks)}"]
+        if program.fused != "ema" and program.tables != "sequence":
+            kinds.append(f"table_row_wise:{moving.randrange(ranks // node)}")
+        if split:
+            assert DIM % 2 == 0
+            kinds = [f"column_wise:{moving.randrange(ranks)},{moving.randrange(ranks)}"]
+        found[table] = moving.choice(kinds)
+    if program.replica:
+        found["t2"] = "data_parallel"
+    return Layout(found, ranks, node)
+
+
+def fitting(ranked: Ranked) -> Ranked:
+    """Set aside what can't meet in one program, and keep the rest."""
+    r = replace(ranked, program=_fitting_program(ranked))
+    p = r.program
+    if p.survive != "priority":
+        r = replace(r, peers=False)
+    if p.survive is None:
+        r = replace(r, lost="all")
+    if p.loop in PIPELINES or p.between == "metric" or not p.torn:
+        r = replace(r, torn="together")
+    if r.codec in ("delta", "lc"):
+        r = replace(r, background="thread", program=replace(p, policy="consecutive"))
+    if r.codec:
+        r = replace(r, program=replace(r.program, quantization="none", half=False))
+    if p.extra in OWN_BUFFERS:
+        r = replace(r, published=False)
+    if p.change == "added_group":  # a start knows where it will be
+        r = replace(r, lost="all")
+    if p.compact_after is not None:  # what of the originals stays is another test's
+        r = replace(r, retention=None)
+    return r
+
+
+def _fitting_program(ranked: Ranked) -> Program:
+    p = ranked.program
+    if p.extra in ("max_norm", "extra_state"):  # each rank's own values of what all ranks share
+        p = replace(p, extra="none")
+    if p.tables == "processed":  # whose weights TorchRec keeps apart on each rank
+        p = replace(p, tables="weighted")
+    if p.loop == "retained":  # DistributedDataParallel averages gradients in the first pass only
+        p = replace(p, loop="plain")
+    if len(set(ranked.ranks)) > 1:  # nothing merges these
+        p = replace(p, extra="none" if p.extra in OWN_BUFFERS else p.extra)
+        p = replace(p, between="none" if p.between == "replay" else p.between)
+    return programs.fitting(p)
+
+
+def drawn(seed: int) -> Ranked:
+    """Draw a program; about half of its choices are plain."""
+    draw = random.Random(f"ranks {seed}")
+    chosen = {
+        name: values[0] if draw.random() < 0.4 else draw.choice(values)
+        for name, values in CHOICES.items()
+    }
+    return fitting(Ranked(programs.drawn(seed), **chosen))
+
+
+def plainer(ranked: Ranked) -> list[Ranked]:
+    """Return programs with one choice made plainer each."""
+    found = [
+        fitting(replace(ranked, **{name: values[0]}))
+        for name, values in CHOICES.items()
+        if getattr(ranked, name) != values[0]
+    ]
+    found += [fitting(replace(ranked, program=p)) for p in programs.plainer(ranked.program)]
+    return [other for other in found if other != ranked]
