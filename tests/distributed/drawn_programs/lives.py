@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.distributed import lc_plain, references, states
-from tests.distributed.drawn_programs.programs import OWN_BUFFERS, Ranked
+from tests.distributed.drawn_programs.programs import OF_TABLES, OWN_BUFFERS, Ranked
 from tests.distributed.drawn_programs.sabotage import broken
 from tests.distributed.layouts import Layout
 from tests.programs.live import Live, differences
@@ -76,6 +77,8 @@ class Job:
 
     def state_dict(self) -> dict[str, Any]:
         outer = [each.state_dict() for each in self._all.outer if each is not self._all.fused]
+        for each in outer:  # in the order of the rank's own parameters
+            each.pop("param_groups", None)
         return {"state": self._all.fused.state_dict()["state"], "outer": outer}
 
 
@@ -137,6 +140,8 @@ class RankRuns(Runs):
 
     def state(self, training: Training) -> dict[str, Any]:
         state = super().state(training)
+        for number in range(len(training.schedules) if self.program.schedule in OF_TABLES else 0):
+            state[f"schedule{number}"] = PerRank(state[f"schedule{number}"])
         if self.program.between in ("metric", "replay"):
             merge = {"metric": _all_samples}.get(self.program.between)
             state["kept"] = PerRank(state["kept"], merge=merge, lost="copy")
@@ -155,7 +160,9 @@ class RankRuns(Runs):
         alike = {
             path: value
             for path, value in found.items()
-            if not OF_RANKS.search(path) and all(of.get(path) == value for of in everyone)
+            if not OF_RANKS.search(path)
+            and not value.startswith("parameter ")  # lists of these are of the rank's own tables
+            and all(of.get(path) == value for of in everyone)
         }
         cut = RankCut(found, training.place.position, str(self.layout), alike)
         self.cuts[id] = cut
@@ -200,7 +207,7 @@ class RankRuns(Runs):
         if self._rank == 0:
             for path in self.memory.iterdir():
                 if self.ranked.lost == "all" or f"-{dist.get_world_size() - 1}of" in path.name:
-                    path.unlink() if path.is_file() else _remove(path)
+                    path.unlink() if path.is_file() else shutil.rmtree(path)
         dist.barrier()
 
 
@@ -308,12 +315,6 @@ def _acted(folder: str, act: Callable[[Outcome], None], killed: bool) -> dict[st
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     return asdict(outcome)
-
-
-def _remove(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
 
 
 def _all_samples(states: list[dict[str, Any]]) -> dict[str, Any]:

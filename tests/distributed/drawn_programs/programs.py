@@ -9,11 +9,14 @@ from typing import Any
 
 from tests.distributed.layouts import Layout
 from tests.unit.drawn_programs import programs
-from tests.unit.drawn_programs.nets import DIM, ROWS
+from tests.unit.drawn_programs.nets import ROWS
 from tests.unit.drawn_programs.programs import PIPELINES, Program
 
 OWN_BUFFERS = ("batch_norm", "late_buffer", "observed", "growing")
 """Layers with buffers of each rank's own."""
+OF_TABLES = ("lambda_of_all", "lambda_of_tables")
+"""Schedules of groups that are of a rank's own tables."""
+LINKS = ("delta", "lc")
 SPLITTABLE = ("sgd", "adagrad")
 """Optimizers whose states follow the columns: any columns can be joined and split."""
 
@@ -67,7 +70,27 @@ class Ranked:
     def layout(self, life: int) -> Layout:
         """Return the layout of a life."""
         ranks = self.ranks[min(life, len(self.ranks) - 1)]
-        return drawn_layout(self.program, ranks, self.plan, life if self.moves else 0)
+        return self.drawn_layout(ranks, life if self.moves else 0)
+
+    def drawn_layout(self, ranks: int, life: int) -> Layout:
+        """Draw a sharding for each table; its columns are the same in each life where they must be,
+        and whole where rows are stored as differences, whose errors are bounded for whole rows.
+        """
+        program, plan = self.program, self.plan
+        node = 2 if ranks == 4 and plan % 2 else ranks
+        whole, moving = random.Random(f"{plan}"), random.Random(f"{plan} {ranks} {life}")
+        found = {}
+        for table in ROWS:
+            split = (moving if program.fused in SPLITTABLE else whole).random() < 0.3
+            kinds = ["row_wise", f"table_wise:{moving.randrange(ranks)}"]
+            if program.fused != "ema" and program.tables != "sequence":
+                kinds.append(f"table_row_wise:{moving.randrange(ranks // node)}")
+            if split and self.codec not in LINKS:
+                kinds = [f"column_wise:{moving.randrange(ranks)},{moving.randrange(ranks)}"]
+            found[table] = moving.choice(kinds)
+        if program.replica:
+            found["t2"] = "data_parallel"
+        return Layout(found, ranks, node)
 
     @property
     def stays(self) -> bool:
@@ -82,7 +105,8 @@ class Ranked:
     @property
     def keeps_its_ranks(self) -> bool:
         """Tell whether it has states that nothing merges for other ranks."""
-        return self.program.extra in OWN_BUFFERS or self.program.between == "replay"
+        p = self.program
+        return p.extra in OWN_BUFFERS or p.between == "replay" or p.schedule in OF_TABLES
 
     @property
     def goes_on_in_part(self) -> bool:
@@ -115,25 +139,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def drawn_layout(program: Program, ranks: int, plan: int, life: int) -> Layout:
-    """Draw a sharding for each table; its columns are the same in each life where they must be."""
-    node = 2 if ranks == 4 and plan % 2 else ranks
-    whole, moving = random.Random(f"{plan}"), random.Random(f"{plan} {ranks} {life}")
-    found = {}
-    for table in ROWS:
-        split = (moving if program.fused in SPLITTABLE else whole).random() < 0.3
-        kinds = ["row_wise", f"table_wise:{moving.randrange(ranks)}"]
-        if program.fused != "ema" and program.tables != "sequence":
-            kinds.append(f"table_row_wise:{moving.randrange(ranks // node)}")
-        if split:
-            assert DIM % 2 == 0
-            kinds = [f"column_wise:{moving.randrange(ranks)},{moving.randrange(ranks)}"]
-        found[table] = moving.choice(kinds)
-    if program.replica:
-        found["t2"] = "data_parallel"
-    return Layout(found, ranks, node)
-
-
 def fitting(ranked: Ranked) -> Ranked:
     """Set aside what can't meet in one program, and keep the rest."""
     r = replace(ranked, program=_fitting_program(ranked))
@@ -144,8 +149,10 @@ def fitting(ranked: Ranked) -> Ranked:
         r = replace(r, lost="all")
     if p.loop in PIPELINES or p.between == "metric" or not p.torn:
         r = replace(r, torn="together")
-    if r.codec in ("delta", "lc"):
+    if r.codec in LINKS:
         r = replace(r, background="thread", program=replace(p, policy="consecutive"))
+    if r.codec == "lc":  # whose oracle knows no copies
+        r = replace(r, program=replace(r.program, compact_after=None))
     if r.codec:
         r = replace(r, program=replace(r.program, quantization="none", half=False))
     if p.extra in OWN_BUFFERS:
@@ -165,6 +172,8 @@ def _fitting_program(ranked: Ranked) -> Program:
         p = replace(p, tables="weighted")
     if p.loop == "retained":  # DistributedDataParallel averages gradients in the first pass only
         p = replace(p, loop="plain")
+    if (ranked.moves or len(set(ranked.ranks)) > 1) and p.schedule in OF_TABLES:
+        p = replace(p, schedule="lambda")
     if len(set(ranked.ranks)) > 1:  # nothing merges these
         p = replace(p, extra="none" if p.extra in OWN_BUFFERS else p.extra)
         p = replace(p, between="none" if p.between == "replay" else p.between)

@@ -27,6 +27,7 @@ from tests.unit.drawn_programs import habits, nets, schedules
 from tests.unit.drawn_programs.optimizers import Optimizers
 from tests.unit.drawn_programs.programs import PIPELINES, STEPS, Program
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.memory.gradient_buckets import settle_buckets
 
 PLANS = {"table_wise": "table_wise:0", "row_wise": "row_wise", "column_wise": "column_wise:0,0"}
 KINDS = {"pipeline_base": TrainPipelineBase, "pipeline_sparse": TrainPipelineSparseDist}
@@ -82,6 +83,8 @@ class Training:
         seed_all(seed)
         self.program = program
         self.model = self._sharded(layout or alone(program), seed)
+        if dist.get_world_size() > 1:  # else a restart sums up gradients in another order
+            settle_buckets(self.model)
         found = self.model.named_parameters()
         named = dict(found if program.over_all else in_backward_optimizer_filter(found))
         self.optimizers = Optimizers(
