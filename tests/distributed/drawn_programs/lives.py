@@ -13,14 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.distributed import lc_plain, references, states
 from tests.distributed.drawn_programs.programs import OF_TABLES, OWN_BUFFERS, Ranked
 from tests.distributed.drawn_programs.sabotage import broken
 from tests.distributed.layouts import Layout
+from tests.distributed.serving import gathered, give_memory
 from tests.programs.live import Live, differences
-from tests.unit.drawn_programs import running
+from tests.unit.drawn_programs import nets, running
 from tests.unit.drawn_programs.programs import STEPS
 from tests.unit.drawn_programs.running import (
     Cut,
@@ -33,9 +35,11 @@ from tests.unit.drawn_programs.running import (
 from tests.unit.drawn_programs.training import Training
 from torchrec_checknrun import (
     Checkpointer,
+    Follower,
     PartialRecovery,
     PerRank,
     PrioritySaves,
+    Publish,
     Quantization,
     RestoreReport,
     Retention,
@@ -99,6 +103,7 @@ class RankRuns(Runs):
         self._copies = folder / "cuts"
         self._copies.mkdir(exist_ok=True)
         self._notes = folder / f"notes.{self._rank}.pickle"
+        self._follower: Follower | None = None
         self.last: Live | None = None
         """What was live at the end of the last life, if it ended between turns."""
         for path in self._copies.glob("*.0.pickle"):
@@ -133,6 +138,8 @@ class RankRuns(Runs):
         if ranked.retention is not None:
             options["retention"] = Retention(ranked.retention)
         options |= {"background": ranked.background, "memory_budget": ranked.budget}
+        if ranked.published:
+            options["publish"] = Publish(self.folder / "serve", every_seconds=1e6, bits=None)
         return options
 
     def training(self, seed: int, at: int) -> Training:
@@ -173,12 +180,18 @@ class RankRuns(Runs):
 
     def restored(self, training: Training, report: RestoreReport) -> None:
         """Compare what was restored with the state that the run had."""
+        self.outcome.facts.append(f"from {report.source}")
         if report.source == "checkpoint":
             lines = self.lost_of(training, report.id)
-        elif self.last is None or report.source == "both":
+        elif self.last is None:
             lines = []
         else:
-            lines = differences_at_rest(everything(training), self.last)
+            kept = not report.ranks or report.ranks[self._rank].source == "images"
+            found, wanted = (
+                {p: v for p, v in of.items() if kept or not OF_RANKS.search(p)}
+                for of in (everything(training), self.last)
+            )
+            lines = differences_at_rest(found, wanted)
         self.outcome.lost += [f"restored from {report.source}: {line}" for line in lines]
 
     def lost_of(self, training: Training, id: str) -> list[str]:
@@ -201,6 +214,30 @@ class RankRuns(Runs):
             lines += problems
         bits = None if links else references.narrowest_bits(self.root, id)
         return lines + references.differences(whole, wanted, bits, links == "delta")
+
+    def _note(self, training: Training, saver: Checkpointer) -> None:
+        super()._note(training, saver)
+        if self.ranked.published and (training.place.position + self.ranked.plan) % 2:
+            self._publish(training, saver)
+            super()._note(training, saver)  # a checkpoint that was put off goes first
+
+    def _publish(self, training: Training, saver: Checkpointer) -> None:
+        """Publish, and compare what a follower serves with what is trained."""
+        report, whole = saver.publish(), gathered(training.model)
+        self.outcome.facts.append("put off" if report is None else f"published {report.kind}")
+        if report is None or self._rank:
+            return
+        if self._follower is None:
+            tables = nets.embeddings(self.program)[0]
+            give_memory(tables)
+            self._follower = Follower(self.folder / "serve", nets.Net(self.program, tables))
+        version = self._follower.poll()
+        assert version is not None, "nothing new is served"
+        assert version.error is None, version.error
+        with self._follower.read() as (model, _):
+            served = model.state_dict()
+            lost = [name for name, value in served.items() if not torch.equal(value, whole[name])]
+        self.outcome.lost += [f"served at {report.step}: {name}" for name in lost]
 
     def lose_images(self) -> None:
         dist.barrier()

@@ -194,7 +194,7 @@ class Habit:
 
     def _write(self, number: int, saver: Checkpointer | None) -> None:
         kind, model = self.program.by_hand, self.training.model
-        rows = [1, 3 + number]
+        rows = [1, 3 + number, 30 + number]
         if kind == "loaded":
             model.load_state_dict(model.state_dict())
             return
