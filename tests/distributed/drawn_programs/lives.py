@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import pickle
@@ -13,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +23,7 @@ from tests.distributed import lc_plain, references, states
 from tests.distributed.drawn_programs.programs import OF_TABLES, OWN_BUFFERS, Ranked
 from tests.distributed.drawn_programs.sabotage import broken
 from tests.distributed.layouts import Layout
+from tests.distributed.sequence_sabotage import copy_slowly
 from tests.distributed.serving import gathered, give_memory
 from tests.programs.live import Live, differences
 from tests.unit.drawn_programs import nets, running
@@ -36,6 +40,7 @@ from tests.unit.drawn_programs.training import Training
 from torchrec_checknrun import (
     Checkpointer,
     Follower,
+    HostCopies,
     PartialRecovery,
     PerRank,
     PrioritySaves,
@@ -46,6 +51,8 @@ from torchrec_checknrun import (
 )
 from torchrec_checknrun.format.names import sequence_of
 from torchrec_checknrun.memory.partial import PeerCopies
+from torchrec_checknrun.save import background
+from torchrec_checknrun.schedule.triggers import AtEnd
 
 CODECS: dict[str, Quantization | None] = {
     "8": Quantization(8, "asymmetric", exact_below_rows=0),
@@ -55,7 +62,10 @@ CODECS: dict[str, Quantization | None] = {
     ),
     "lc": Quantization(3, "lc", exact_below_rows=0),
 }
-OF_RANKS = re.compile(r"embedding|generators|\.kept\b|fused|\.progress|_lookups|\.grad\b|layout|_replicate_params")
+OF_RANKS = re.compile(
+    r"embedding|generators|\.kept\b|fused|\.progress|_lookups|\.grad\b|layout|_replicate_params"
+    r"|\._rank$"
+)
 """Paths of what belongs to a rank or a layout."""
 
 
@@ -78,9 +88,12 @@ class Job:
     def __init__(self, training: Training) -> None:
         self.model, self.optimizer = training.model, self
         self._all = training.optimizers
+        self._over_all = training.program.over_all
 
     def state_dict(self) -> dict[str, Any]:
-        outer = [each.state_dict() for each in self._all.outer if each is not self._all.fused]
+        own = [each for each in self._all.outer if each is not self._all.fused]
+        # Of sharded tables that it doesn't step each rank has other empty states.
+        outer = [] if self._over_all else [each.state_dict() for each in own]
         for each in outer:  # in the order of the rank's own parameters
             each.pop("param_groups", None)
         return {"state": self._all.fused.state_dict()["state"], "outer": outer}
@@ -94,9 +107,7 @@ class RankRuns(Runs):
         layout: that of the life.
     """
 
-    def __init__(
-        self, ranked: Ranked, folder: Path, outcome: Outcome, layout: Layout
-    ) -> None:
+    def __init__(self, ranked: Ranked, folder: Path, outcome: Outcome, layout: Layout) -> None:
         self._rank = dist.get_rank()
         super().__init__(ranked.program, folder, outcome)
         self.ranked, self.folder, self.layout = ranked, folder, layout
@@ -133,6 +144,10 @@ class RankRuns(Runs):
                 peers=PeerCopies() if ranked.peers else None,
                 priority=PrioritySaves(2, fraction=0.5),
             )
+        if ranked.hosted:
+            options["survive"] = HostCopies(folder=str(self.memory))
+        if ranked.closed:
+            options["triggers"] = [AtEnd()]
         if ranked.codec:
             options["quantization"] = CODECS[ranked.codec]
         if ranked.retention is not None:
@@ -230,14 +245,25 @@ class RankRuns(Runs):
         if self._follower is None:
             tables = nets.embeddings(self.program)[0]
             give_memory(tables)
-            self._follower = Follower(self.folder / "serve", nets.Net(self.program, tables))
+            with torch.random.fork_rng(devices=[]):
+                net = nets.Net(self.program, tables)
+            self._follower = Follower(self.folder / "serve", net)
         version = self._follower.poll()
         assert version is not None, "nothing new is served"
         assert version.error is None, version.error
         with self._follower.read() as (model, _):
             served = model.state_dict()
-            lost = [name for name, value in served.items() if not torch.equal(value, whole[name])]
-        self.outcome.lost += [f"served at {report.step}: {name}" for name in lost]
+            lost = [name for name, value in served.items() if _bytes(value) != _bytes(whole[name])]
+        served_at = f"served at {report.step} by {version.step}"
+        self.outcome.lost += [f"{served_at}: {name}" for name in lost]
+
+    def close(self, training: Training, saver: Checkpointer) -> None:
+        """End a life as its program does, with a checkpoint."""
+        before = len(self.committed)
+        saver.close()
+        self._saver = None
+        if len(self.committed) > before and self.committed[-1].id not in self.cuts:
+            self.cut(training, self.committed[-1].id)
 
     def lose_images(self) -> None:
         dist.barrier()
@@ -246,7 +272,6 @@ class RankRuns(Runs):
                 if self.ranked.lost == "all" or f"-{dist.get_world_size() - 1}of" in path.name:
                     path.unlink() if path.is_file() else shutil.rmtree(path)
         dist.barrier()
-
 
     def tear(self, training: Training) -> None:
         """Leave the ranks at different points of a turn that has begun."""
@@ -279,18 +304,38 @@ def live(folder: str, ranked: dict[str, Any], life: int, sabotage: str | None) -
             runs.go_on(training, saver, stop)
             runs.note(training)
             runs.tear(training)
-            if not program.killed:
+            if program.closed:
+                runs.close(training, saver)
+            elif not program.killed:
                 runs.die()
             return
         runs.go_on(training, saver, STEPS)
+        if any(bool(each.isnan().any()) for each in training.model.parameters()):
+            outcome.facts.append("values are not numbers")
         if program.repeats:
             wanted = pickle.loads(_end(Path(folder)).read_bytes())
             lines = differences(everything(training), wanted)
             outcome.lost += [f"at the end: {line}" for line in lines]
         runs.die()
 
-    with broken(sabotage):
+    with broken(sabotage), pytest.MonkeyPatch.context() as patch:
+        if program.slow:
+            copy_slowly(patch, 0.002)
+        if program.fails:
+            second_file_fails(patch)
         return _acted(folder, act, life + 1 < program.lives and program.killed)
+
+
+def second_file_fails(patch: pytest.MonkeyPatch) -> None:
+    """Let the last rank find no space for the second file that it writes."""
+    write, calls = background.write_rank_file, itertools.count()
+
+    def fail(*arguments: Any, **more: Any) -> Any:
+        if next(calls) == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError(errno.ENOSPC, "no space left, says the test")
+        return write(*arguments, **more)
+
+    patch.setattr(background, "write_rank_file", fail)
 
 
 def look(folder: str, ranked: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
@@ -352,6 +397,10 @@ def _acted(folder: str, act: Callable[[Outcome], None], killed: bool) -> dict[st
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     return asdict(outcome)
+
+
+def _bytes(value: torch.Tensor) -> bytes:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _all_samples(states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from tests.distributed.layouts import Layout
@@ -32,7 +32,11 @@ class Ranked:
         moves: whether every life has shardings of its own.
         torn: where the ranks are in a turn that dies: ``together``; ``apart``, some with their
             dense optimizers stepped; or ``ahead``, some at the end of it.
-        lost: whose images are gone where a checkpoint is to be restored: ``all``, or ``one``.
+        lost: whose memory is gone where a checkpoint is to be restored: ``all``, or ``one``.
+        hosted: whether machines keep the newest checkpoint in memory, where there are no images.
+        closed: whether lives end with ``close()``, which saves, and not by death.
+        fails: whether a rank can't write its second file, in each life.
+        slow: whether rows are copied slowly, while training overwrites them.
         peers: whether ranks keep copies of others, with priority saves.
         killed: whether processes die by SIGKILL, with a save that may be on its way.
         background: what writes.
@@ -42,12 +46,16 @@ class Ranked:
         budget: bytes of memory for staging; None: as much as a save takes.
     """
 
-    program: Program = Program()
+    program: Program = field(default_factory=Program)
     ranks: tuple[int, ...] = (2,)
     plan: int = 0
     moves: bool = False
     torn: str = "together"
     lost: str = "all"
+    hosted: bool = False
+    closed: bool = False
+    fails: bool = False
+    slow: bool = False
     peers: bool = False
     killed: bool = False
     background: str = "thread"
@@ -129,6 +137,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "moves": (False, True),
     "torn": ("together", "apart", "ahead"),
     "lost": ("all", "one"),
+    "hosted": (False, True),
+    "closed": (False, False, True),
+    "fails": (False, True),
+    "slow": (False, True),
     "peers": (False, True),
     "killed": (False, False, True),
     "background": ("thread", "thread", "thread", "process"),
@@ -141,33 +153,49 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 def fitting(ranked: Ranked) -> Ranked:
     """Set aside what can't meet in one program, and keep the rest."""
-    r = replace(ranked, program=_fitting_program(ranked))
+    r = _fitting_storage(replace(ranked, program=_fitting_program(ranked)))
     p = r.program
-    if p.survive != "priority":
-        r = replace(r, peers=False)
-    if p.survive is None:
-        r = replace(r, lost="all")
-    if p.loop in PIPELINES or p.between == "metric" or not p.torn:
+    if r.killed:
+        r = replace(r, closed=False)
+    if r.closed:
+        p = replace(p, torn=False)
+        r = replace(r, program=p)
+    if p.loop in PIPELINES or p.between == "metric" or p.dense == "lbfgs" or not p.torn:
         r = replace(r, torn="together")
-    if r.codec in LINKS:
-        r = replace(r, background="thread", program=replace(p, policy="consecutive"))
-    if r.codec == "lc":  # whose oracle knows no copies
-        r = replace(r, program=replace(r.program, compact_after=None))
-    if r.codec:
-        r = replace(r, program=replace(r.program, quantization="none", half=False))
+    if r.background == "process" or p.saves in ("before_step", "two_in_a_row"):
+        r = replace(r, fails=False)  # in a process of its own; or in a call that raises it
     if p.extra in OWN_BUFFERS:
         r = replace(r, published=False)
+    return r
+
+
+def _fitting_storage(ranked: Ranked) -> Ranked:
+    r, p = ranked, ranked.program
+    if p.survive != "priority":
+        r = replace(r, peers=False)
+    if p.survive is not None:
+        r = replace(r, hosted=False)
+    elif not r.hosted:
+        r = replace(r, lost="all")
     if p.change == "added_group":  # a start knows where it will be
         r = replace(r, lost="all")
+    if r.codec:
+        p = replace(p, quantization="none", half=False)
+    if r.codec in LINKS:
+        p, r = replace(p, policy="consecutive"), replace(r, background="thread")
+    if r.codec == "lc":  # whose oracle knows no copies
+        p = replace(p, compact_after=None)
     if p.compact_after is not None:  # what of the originals stays is another test's
         r = replace(r, retention=None)
-    return r
+    return replace(r, program=p)
 
 
 def _fitting_program(ranked: Ranked) -> Program:
     p = ranked.program
     if p.extra in ("max_norm", "extra_state"):  # each rank's own values of what all ranks share
         p = replace(p, extra="none")
+    if p.extra == "tables_checkpointed":  # whose exchanges come in another order on each rank
+        p = replace(p, extra="checkpointed")
     if p.tables == "processed":  # whose weights TorchRec keeps apart on each rank
         p = replace(p, tables="weighted")
     if p.loop == "retained":  # DistributedDataParallel averages gradients in the first pass only
@@ -187,7 +215,13 @@ def drawn(seed: int) -> Ranked:
         name: values[0] if draw.random() < 0.4 else draw.choice(values)
         for name, values in CHOICES.items()
     }
-    return fitting(Ranked(programs.drawn(seed), **chosen))
+    program = programs.drawn(seed)
+    if draw.random() < 0.3:  # else memory that outlives a death would be a rare find
+        survive = draw.choice(("images", "images", "priority"))
+        ways = draw.choice((("images",), ("images", "images"), ("checkpoint", "images")))
+        program = replace(program, survive=survive, ways=ways)
+        chosen |= {"ranks": chosen["ranks"][:1], "moves": False}
+    return fitting(Ranked(program, **chosen))
 
 
 def plainer(ranked: Ranked) -> list[Ranked]:

@@ -19,9 +19,7 @@ Workers = Callable[[int], WorkerPool]
 SECONDS = 200.0
 
 
-def run_in(
-    workers: Workers, folder: Path, ranked: Ranked, sabotage: str | None = None
-) -> Outcome:
+def run_in(workers: Workers, folder: Path, ranked: Ranked, sabotage: str | None = None) -> Outcome:
     """Run a program in a folder that is deleted afterwards.
 
     Args:

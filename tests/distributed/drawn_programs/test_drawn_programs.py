@@ -1,4 +1,4 @@
-"""Draw training programs of several ranks, kill and restore them, and compare all that they leave."""
+"""Draw programs of several ranks, kill and restore them, and compare all that they leave."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def check(workers: Workers, folder: Path, ranked: Ranked) -> None:
     outcome = run_in(workers, folder / "run", ranked)
     assert outcome.invalid is None, f"{ranked}: {outcome.invalid}"
     told = [*outcome.failed, *([] if outcome.refused is None else [outcome.refused])]
+    told = [line for line in told if not (ranked.fails and "says the test" in line)]
     assert all(map(REFUSED.search, told)), f"{ranked}: {told}"
     assert not outcome.lost, f"{ranked}: " + "\n".join(outcome.lost[:40])
 
