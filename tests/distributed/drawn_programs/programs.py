@@ -155,7 +155,7 @@ def fitting(ranked: Ranked) -> Ranked:
     """Set aside what can't meet in one program, and keep the rest."""
     r = _fitting_storage(replace(ranked, program=_fitting_program(ranked)))
     p = r.program
-    if r.killed:
+    if r.killed or p.loop == "accumulated":  # where gradients may wait, no end can be saved
         r = replace(r, closed=False)
     if r.closed:
         p = replace(p, torn=False)
@@ -182,7 +182,7 @@ def _fitting_storage(ranked: Ranked) -> Ranked:
     if r.codec:
         p = replace(p, quantization="none", half=False)
     if r.codec in LINKS:
-        p, r = replace(p, policy="consecutive"), replace(r, background="thread")
+        p, r = replace(p, policy="consecutive", replica=False), replace(r, background="thread")
     if r.codec == "lc":  # whose oracle knows no copies
         p = replace(p, compact_after=None)
     if p.compact_after is not None:  # what of the originals stays is another test's

@@ -181,6 +181,8 @@ def _fitting_optimizers(program: Program) -> Program:
         p = replace(p, schedule=among(BESIDE_RATES, p.schedule))
     if p.dense == "flat" and p.change == "reset":  # what it makes at first is never made again
         p = replace(p, change="none")
+    if p.dense == "adagrad" and p.change == "reset":  # made anew, of tables that it doesn't step
+        p = replace(p, over_all=False)
     if p.fused == "ema" and p.schedule == "hyperparameters":
         p = replace(p, schedule="none")
     return p
