@@ -162,6 +162,8 @@ def fitting(ranked: Ranked) -> Ranked:
         r = replace(r, program=p)
     if p.loop in PIPELINES or p.between == "metric" or p.dense == "lbfgs" or not p.torn:
         r = replace(r, torn="together")
+    if 1 in r.ranks:  # which no other rank is apart from
+        r = replace(r, torn="together")
     if r.background == "process" or p.saves in ("before_step", "two_in_a_row"):
         r = replace(r, fails=False)  # in a process of its own; or in a call that raises it
     if p.extra in OWN_BUFFERS:
