@@ -100,7 +100,7 @@ class RankRuns(Runs):
         self._notes = folder / f"notes.{self._rank}.pickle"
         self._follower: Follower | None = None
         self.last: Live | None = None
-        """What was live at the end of the last life, if it ended between turns."""
+        """The live state at the end of the last life, if that ended between turns."""
         for path in self._copies.glob("*.0.pickle"):
             id = path.name.removesuffix(".0.pickle")
             paths = sorted(self._copies.glob(f"{id}.*.pickle"))

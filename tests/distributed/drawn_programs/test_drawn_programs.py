@@ -44,6 +44,14 @@ def test_programs_of_each_way_back(workers: Workers, tmp_path: Path, ranked: Ran
 
 
 @pytest.mark.slow
+def test_images_stay_where_the_end_was_not_saved(workers: Workers, tmp_path: Path) -> None:
+    ranked = Ranked(Program(survive="images", ways=("images",), kill=3), closed=True, fails=True)
+    outcome = run_in(workers, tmp_path / "run", ranked)
+    assert (outcome.invalid, outcome.refused, outcome.lost) == (None, None, [])
+    assert "from images" in outcome.facts
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_program_goes_on(workers: Workers, tmp_path: Path, seed: int) -> None:
