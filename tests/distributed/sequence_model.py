@@ -192,6 +192,8 @@ class _Rank:
     """
     missed: bool = False
     """The last checkpoint failed here, possibly here alone: there is something to save again."""
+    logged: bool = False
+    """A failure was only logged, and nothing has made it good: ``close`` raises it."""
     error: bool = False
     report: Begun | None = None
     told: list[Begun] = field(default_factory=list)
@@ -268,6 +270,7 @@ class Reference:
         self._settle_all()
         for rank in self._ranks:  # what failed before is only logged
             rank.error, rank.report, rank.told, rank.missed = False, None, [], False
+            rank.logged = False
         found = source or (self.listed[-1] if self.listed else None)
         if found is not None:
             self._last, self.steps, self._written = found, found.step, False
@@ -317,9 +320,11 @@ class Reference:
         unsaved |= any(rank.missed for rank in self._ranks)
         if self._life.at_end and self.steps > 0 and unsaved:
             for rank in self._ranks:  # what failed before is part of this one
-                rank.error = False
+                rank.error = rank.logged = False
             begun = self._begin(way)
             self._settle_all()
+        for rank in self._ranks:
+            rank.error |= rank.logged
         answers = self._outcomes()
         for answer in answers:
             answer.report = None
@@ -366,7 +371,7 @@ class Reference:
         rank.running = None
         rank.missed = not begun.way.heard_by(number)
         if not rank.missed:
-            rank.failures = 0
+            rank.failures, rank.logged = 0, False
             rank.report = begun
             rank.told.append(begun)
             if number == 0:
@@ -377,6 +382,7 @@ class Reference:
         if rank.tell or rank.failures > self._life.max_failures:
             rank.error = True
         else:
+            rank.logged = True
             self.only_logged += 1
 
     def _outcomes(self) -> list[Answer]:
@@ -384,6 +390,7 @@ class Reference:
         for rank in self._ranks:
             report = None if rank.error else rank.report
             answers.append(Answer(rank.error, report, rank.told))
+            rank.logged &= not rank.error
             rank.error, rank.report, rank.told = False, None, []
         return answers
 

@@ -68,15 +68,20 @@ def served(kind: str, state: State | None = None) -> nn.Module:
         model: nn.Module = collisions.net_of(MAPPED[kind], torch.device("cpu"))[0]
     else:
         module, _, _, _, width = zoo._embeddings(kind, 8, None)
-        for part in list(module.modules()):
-            if next(part.parameters(recurse=False), torch.empty(0)).is_meta:
-                part.to_empty(device="cpu", recurse=False)
+        give_memory(module)
         model = Net(module, width, kind == "sequence")
         for parameter in model.parameters():
             nn.init.normal_(parameter)
     if state is not None:
         model.load_state_dict({name: state[name] for name in model.state_dict()})
     return model.eval()
+
+
+def give_memory(module: nn.Module) -> None:
+    """Put the parts of a module that are on the meta device into memory."""
+    for part in list(module.modules()):
+        if next(part.parameters(recurse=False), torch.empty(0)).is_meta:
+            part.to_empty(device="cpu", recurse=False)
 
 
 def gathered(model: nn.Module) -> State:

@@ -333,7 +333,7 @@ class Checkpointer(WrittenByHand):
         A checkpoint that was put off for a publication at the last step is saved, too.
 
         Raises:
-            SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
+            SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed.
             SystemExit: SIGTERM has come meanwhile (``OnSigterm``).
         """
         if self._caller.closed:
@@ -347,7 +347,7 @@ class Checkpointer(WrittenByHand):
                 self._survival.before_save()
                 if self._begin() is Begun.DEFERRED:
                     raise not_begun_at_the_end(self.steps)
-            self._wait()
+            self._wait(end=True)
         finally:
             idle = not (self._saver.running or self._saver.publishing() or self._saver.hangs)
             self._release(failed=sys.exc_info()[0] is not None)
@@ -383,9 +383,9 @@ class Checkpointer(WrittenByHand):
             self._publisher.settle(wait)
         self._saver.settle(wait)
 
-    def _wait(self) -> CheckpointReport | None:
+    def _wait(self, end: bool = False) -> CheckpointReport | None:
         self._settle(wait=True)
-        return self._saver.outcomes.take(last=True)
+        return self._saver.outcomes.take(last=True, end=end)
 
     def _begin(self, tell: bool = False) -> Begun:
         begun = self._saver.begin(self.steps, tell)
@@ -395,6 +395,6 @@ class Checkpointer(WrittenByHand):
 
     def _forget_failure(self) -> None:
         try:
-            self._wait()
+            self._wait(end=True)
         except CheckNRunError as error:
             logger.error("a checkpoint was not committed: %s", error)

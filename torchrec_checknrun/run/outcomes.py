@@ -31,6 +31,8 @@ class Outcomes:
         self._failures = 0
         self._error: BaseException | None = None
         self._report: CheckpointReport | None = None
+        self._logged: BaseException | None = None
+        """The last failure, if it was only logged, and nothing was committed since."""
         self._overwritten: Overwritten | None = None
         """The last checkpoint's failure, if training need not end for it: the next one copies all
         states before training goes on.
@@ -56,10 +58,11 @@ class Outcomes:
             self._error = error
         else:
             logger.warning("failure %d of %d: %s", self._failures, self._max_failures, error)
+            self._logged = error
 
     def committed(self, report: CheckpointReport) -> None:
         """Keep a committed checkpoint's report for the caller; failures are counted anew."""
-        self._failures, self._overwritten = 0, None
+        self._failures, self._logged, self._overwritten = 0, None, None
         self._report = report
 
     def tell(self, report: CheckpointReport) -> None:
@@ -70,18 +73,21 @@ class Outcomes:
             except Exception:
                 logger.exception("the callback %r failed", callback)
 
-    def take(self, last: bool = False) -> CheckpointReport | None:
+    def take(self, last: bool = False, end: bool = False) -> CheckpointReport | None:
         """Return the report kept since the last call; None without one.
 
         Args:
             last: raise also what training need not end for, since the caller waits for the last
                 checkpoint.
+            end: raise also a failure that was only logged: no next checkpoint has its rows.
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan: a checkpoint was not committed.
         """
         if last and self._error is None:
             self._error, self._overwritten = self._overwritten, None
+        if end and self._error is None:
+            self._error = self._logged
         self.raise_failure()
         report, self._report = self._report, None
         return report
@@ -90,5 +96,5 @@ class Outcomes:
         """Raise as ``take`` does, but leave a report for the next call."""
         error, self._error = self._error, None
         if error is not None:
-            self._report = None
+            self._report = self._logged = None
             raise error

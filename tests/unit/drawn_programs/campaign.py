@@ -12,10 +12,14 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from tests.unit.drawn_programs.programs import Program, drawn, plainer
 from tests.unit.drawn_programs.running import Outcome, run_in
+
+T = TypeVar("T")
 
 
 def run(program: Program) -> Outcome:
@@ -39,7 +43,9 @@ def kind(outcome: Outcome) -> str:
     return "same"
 
 
-def shrunk(program: Program, least: int = 60) -> Program:
+def shrunk(
+    program: T, run: Callable[[T], Outcome], plainer: Callable[[T], list[T]], least: int = 60
+) -> T:
     """Return a plainer program in which something differs as well."""
     wanted = kind(run(program))[:7]
     tries = 0
@@ -54,8 +60,20 @@ def shrunk(program: Program, least: int = 60) -> Program:
     return program
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(
+    drawn: Callable[[int], T],
+    run: Callable[[T], Outcome],
+    plainer: Callable[[T], list[T]],
+    description: str | None,
+) -> None:
+    """Draw, run and shrink programs as the command line says.
+
+    Args:
+        drawn: makes the program of a seed.
+        run: runs one.
+        plainer: makes plainer ones of one.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -77,7 +95,7 @@ def main() -> None:
             if name != "same":
                 small = program
                 if name.startswith("lost") and not given.no_shrink:
-                    small = shrunk(program)
+                    small = shrunk(program, run, plainer)
                     outcome = run(small)
                 told = outcome.lost or [outcome.refused or outcome.invalid or ""]
                 told = [*told[:30], *(f"warned: {line}" for line in sorted(set(outcome.warnings)))]
@@ -91,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(drawn, run, plainer, __doc__)

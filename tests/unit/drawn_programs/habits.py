@@ -194,7 +194,7 @@ class Habit:
 
     def _write(self, number: int, saver: Checkpointer | None) -> None:
         kind, model = self.program.by_hand, self.training.model
-        rows = [1, 3 + number]
+        rows = [1, 3 + number, 30 + number]
         if kind == "loaded":
             model.load_state_dict(model.state_dict())
             return
@@ -202,22 +202,24 @@ class Habit:
             if not name.endswith("t0.weight"):
                 continue
             table = name.removesuffix(".weight")
-            shards = [shard.tensor for shard in value.local_shards()]
+            shards = [(s.metadata.shard_offsets[0], s.tensor) for s in value.local_shards()]
             if kind == "writing" and saver is not None:
                 with saver.writing(table, rows):
                     _fill(shards, rows, number)
             elif kind == "marked":
                 if saver is not None:
                     saver.mark(table, rows)
-                _fill([shard.data for shard in shards], rows, number)
+                _fill([(first, shard.data) for first, shard in shards], rows, number)
             else:
                 _fill(shards, rows, number)
 
 
 @torch.no_grad()
-def _fill(shards: list[torch.Tensor], rows: list[int], number: int) -> None:
-    for shard in shards:
-        shard[rows] = number / 10
+def _fill(shards: list[tuple[int, torch.Tensor]], rows: list[int], number: int) -> None:
+    for first, shard in shards:
+        own = [row - first for row in rows if 0 <= row - first < len(shard)]
+        if own:
+            shard[own] = number / 10
 
 
 def made(program: Program, training: Any) -> Habit:

@@ -224,14 +224,14 @@ class Net(nn.Module):
         return sums.sum(dim=0).to(dense.dtype).expand(dense.shape[0], -1)
 
 
-def batch(number: int, tables: str) -> ZooBatch:
-    """Return the batch of a turn, the same one in each run."""
-    draw = torch.Generator().manual_seed(1000 + number)
+def batch(number: int, tables: str, rank: int = 0) -> ZooBatch:
+    """Return a rank's batch of a turn, the same one in each run."""
+    draw = torch.Generator().manual_seed(1000 + number + 10_000 * rank)
     dense = torch.randn(SAMPLES, 2, generator=draw)
     lengths, values = [], []
     for rows in IDS.values():
         each = torch.randint(0, 4, (SAMPLES,), generator=draw)
-        if number % 7 == 5:
+        if (number + rank) % 7 == 5:
             each *= 0  # an empty batch
         lengths.append(each)
         values.append(torch.randint(0, rows, (int(each.sum()),), generator=draw))

@@ -144,6 +144,9 @@ BESIDE_RATES = ("none", "by_hand", "on_kernel", "hyperparameters", "lambda_of_ta
 OF_STATE = ("bare", "keyed", "own", "averaging", "clip_inside", "groups_saved")
 """Wrappers that don't ask the dense optimizer's groups for their rates."""
 
+OF_NUMBERS = ("sgd", "adamw_fused", "dicts", "lists", "flat", "lbfgs", "two", "asgd", "rprop")
+"""Optimizers without an eps, which is 0 in fp16, so that rows without a gradient become NaN."""
+
 
 def fitting(program: Program) -> Program:
     """Set aside what can't meet in one program, and keep the rest."""
@@ -166,7 +169,7 @@ def _fitting_optimizers(program: Program) -> Program:
         p = replace(p, over_all=False)
     if p.dense == "lbfgs" and p.extra in ("channels_last", "column_major"):  # PyTorch's flattens
         p = replace(p, extra="none")
-    if p.dense == "adagrad" and p.half:  # eps is 0 in fp16: rows without a gradient become NaN
+    if p.half and p.dense not in OF_NUMBERS:
         p = replace(p, replica=False)
     if p.dense == "lbfgs":  # it calls the turn's closure, and has one group
         p = replace(p, loop="plain", schedule="none", change="none")
@@ -178,6 +181,8 @@ def _fitting_optimizers(program: Program) -> Program:
         p = replace(p, schedule=among(BESIDE_RATES, p.schedule))
     if p.dense == "flat" and p.change == "reset":  # what it makes at first is never made again
         p = replace(p, change="none")
+    if p.dense == "adagrad" and p.change == "reset":  # made anew, of tables that it doesn't step
+        p = replace(p, over_all=False)
     if p.fused == "ema" and p.schedule == "hyperparameters":
         p = replace(p, schedule="none")
     return p

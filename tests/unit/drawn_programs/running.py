@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.crash.save_sweep import alone
+from tests.distributed.layouts import Layout
 from tests.distributed.test_tracking_zoo import no_streams
 from tests.programs.live import Live, differences, generators, live
 from tests.unit.drawn_programs.programs import STEPS, Program
@@ -26,6 +27,7 @@ from torchrec_checknrun import (
     PartialRecovery,
     PrioritySaves,
     Quantization,
+    RestoreReport,
     RngState,
 )
 from torchrec_checknrun.compaction.compact import compact_in
@@ -85,10 +87,13 @@ class Runs:
         done: the last turn whose end no gradient waited at.
     """
 
+    from_images = ("images",)
+    """Ways on which memory is found."""
+
     def __init__(self, program: Program, folder: Path, outcome: Outcome) -> None:
         self.program, self.outcome = program, outcome
         self.root, self.memory = folder / "root", folder / "memory"
-        self.memory.mkdir()
+        self.memory.mkdir(exist_ok=True)
         self.cuts: dict[str, Cut] = {}
         self.committed: list[CheckpointReport] = []
         self.done = 0
@@ -120,24 +125,40 @@ class Runs:
             "callbacks": [self.committed.append],
         }
 
+    def training(self, seed: int, at: int) -> Training:
+        """Make the objects of a life."""
+        return Training(self.program, seed, at)
+
+    def cut(self, training: Training, id: str) -> None:
+        """Take a copy of all that is live, when a checkpoint was begun."""
+        self.cuts[id] = Cut(everything(training), training.place.position)
+
+    def state(self, training: Training) -> dict[str, Any]:
+        """Return the state objects that a Checkpointer is given."""
+        return {"rng": RngState(), **training.state}
+
     def saver(self, training: Training, **options: Any) -> Checkpointer:
         files._mapped.clear()
-        state = {"rng": RngState(), **training.state}
+        state = self.state(training)
         self._saver = Checkpointer(self.root, model=training.model, state=state, **options)
         return self._saver
 
+    def there(self) -> list[str]:
+        """Return the committed checkpoints, in the order of their numbers."""
+        return [each.id for each in sorted(self.committed, key=lambda report: report.sequence)]
+
     def begin(self, seed: int, way: str) -> tuple[Training, Checkpointer]:
         """Make everything anew, and restore."""
-        there = sorted(self.committed, key=lambda report: report.sequence)
+        there = self.there()
         newest = there[-1] if there else None
         if way == "older" and there:
             newest = there[(len(there) - 1) // 2]
-        at = 0 if newest is None else self.cuts[newest.id].position
-        if way == "images":
+        at = 0 if newest is None else self.cuts[newest].position
+        if way in self.from_images:
             at = self.done
-        training = Training(self.program, seed, at)
+        training = self.training(seed, at)
         saver = self.saver(training, **self.options())
-        report = saver.restore(newest.id if way == "older" and newest is not None else None)
+        report = saver.restore(newest if way == "older" else None)
         source = "nothing" if report is None else report.source
         if source != way and way in ("images", "checkpoint"):
             self.outcome.facts.append(f"restored from {source} instead of {way}")
@@ -147,16 +168,22 @@ class Runs:
             return self.begin(0, "fresh")
         if report is not None:
             if source == "checkpoint" and newest is not None:
-                at = self.cuts[newest.id].position
+                at = self.cuts[newest].position
+            elif source != "checkpoint":
+                at = self.done
             found = training.place.position
             assert found == at, f"at {found}, not {at}, by {source}"
             if source == way == "checkpoint" and self.program.saves == "two_in_a_row":
                 again = saver.save()
                 if not again.unchanged:
                     self.outcome.facts.append("a save after a restore is no longer unchanged")
-                    self.cuts[again.id] = Cut(everything(training), found)
+                    self.cut(training, again.id)
+            self.restored(training, report)
             training.habit.after_step(found)  # which came after what was restored
         return training, saver
+
+    def restored(self, training: Training, report: RestoreReport) -> None:
+        """Look at what was restored."""
 
     def go_on(self, training: Training, saver: Checkpointer, until: int) -> None:
         """Train and save until a turn has been done."""
@@ -187,13 +214,13 @@ class Runs:
             return
         report = saver.save()
         if not report.unchanged:
-            self.cuts[report.id] = Cut(everything(training), training.place.position)
+            self.cut(training, report.id)
 
     def _note(self, training: Training, saver: Checkpointer) -> None:
         """Take a copy if the last call has begun a checkpoint."""
         save = saver._saver.running
         if save is not None and save is not self._seen:
-            self.cuts[save.proposal.id] = Cut(everything(training), training.place.position)
+            self.cut(training, save.proposal.id)
             self._seen = save
 
     def die(self) -> None:
@@ -252,9 +279,9 @@ def _prefixes(path: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-def undisturbed(program: Program) -> Live:
+def undisturbed(program: Program, layout: Layout | None = None) -> Live:
     """Run a program to its end without a Checkpointer."""
-    training = Training(program, 0)
+    training = Training(program, 0, layout=layout)
     while training.place.position < STEPS:
         training.turn(None)
         training.habit.after_step(training.place.position)
@@ -274,18 +301,19 @@ def outcome_of(program: Program, folder: Path) -> Outcome:
         try:
             _compare(program, runs, wanted)
         except AssertionError as error:
-            outcome.lost.append(f"{_place(error)}: {error}")
+            outcome.lost.append(f"{place(error)}: {error}")
         except (CheckNRunError, ValueError) as error:
             outcome.refused = f"{type(error).__name__}: {error}"
             if isinstance(error, ValueError) and not isinstance(error, CheckNRunError):
-                outcome.refused = f"{_place(error)} {outcome.refused}"
+                outcome.refused = f"{place(error)} {outcome.refused}"
         finally:
             if runs._saver is not None:
                 runs._saver._release(failed=True)
     return outcome
 
 
-def _place(error: BaseException) -> str:
+def place(error: BaseException) -> str:
+    """Name the line that raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -316,7 +344,7 @@ def _compare_checkpoints(program: Program, runs: Runs) -> None:
     runs.lose_images()
     for seed, id in enumerate(sorted(there), 50):
         cut = runs.cuts[id]
-        training = Training(program, seed, cut.position)
+        training = runs.training(seed, cut.position)
         with runs.saver(training) as saver:
             saver.restore(id)
             lines = differences_at_rest(everything(training), cut.live)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torchrec.distributed.comm as torchrec_comm
 from torchrec.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
@@ -19,15 +22,24 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests import seeding
-from tests.distributed.layouts import generator_of
+from tests.distributed.layouts import Layout, generator_of
 from tests.distributed.zoo import CPU, FUSED, ZooBatch
 from tests.unit.drawn_programs import habits, nets, schedules
 from tests.unit.drawn_programs.optimizers import Optimizers
 from tests.unit.drawn_programs.programs import PIPELINES, STEPS, Program
 from torchrec_checknrun import Checkpointer
+from torchrec_checknrun.memory.gradient_buckets import settle_buckets
 
 PLANS = {"table_wise": "table_wise:0", "row_wise": "row_wise", "column_wise": "column_wise:0,0"}
 KINDS = {"pipeline_base": TrainPipelineBase, "pipeline_sparse": TrainPipelineSparseDist}
+
+
+def alone(program: Program) -> Layout:
+    """Return the layout of a program on one rank."""
+    plan = dict.fromkeys(nets.ROWS, PLANS[program.sharding])
+    if program.replica:
+        plan["t2"] = "data_parallel"
+    return Layout(plan, world_size=1)
 
 
 class Place:
@@ -44,6 +56,13 @@ class Place:
         self.position, self.losses = state["position"], list(state["losses"])
 
 
+def mean_of_ranks(value: torch.Tensor) -> float:
+    """Return the mean of all ranks' values, as training loops log it and schedules take it."""
+    found = value.detach().clone()
+    dist.all_reduce(found)
+    return float(found) / dist.get_world_size()
+
+
 def seed_all(seed: int) -> None:
     seeding.seed(seed)
     np.random.seed(seed)
@@ -56,12 +75,17 @@ class Training:
     Args:
         seed: of the first values, and of the generators.
         at: the turn that comes next after a restore, which programs of optimizers that grow know.
+        layout: the shardings by table, and the ranks; by default one rank's, by the program.
     """
 
-    def __init__(self, program: Program, seed: int, at: int = 0) -> None:
+    def __init__(
+        self, program: Program, seed: int, at: int = 0, layout: Layout | None = None
+    ) -> None:
         seed_all(seed)
         self.program = program
-        self.model = self._sharded()
+        self.model = self._sharded(layout or alone(program), seed)
+        if dist.get_world_size() > 1:  # else a restart sums up gradients in another order
+            settle_buckets(self.model)
         found = self.model.named_parameters()
         named = dict(found if program.over_all else in_backward_optimizer_filter(found))
         self.optimizers = Optimizers(
@@ -82,12 +106,12 @@ class Training:
                 self.model(self.batch(0))
         self.progress = self._pipeline() if program.loop in PIPELINES else None
 
-    def _sharded(self) -> Any:
-        program = self.program
+    def _sharded(self, layout: Layout, seed: int) -> Any:
+        # Groups within and across nodes are kept for the process; an earlier one's may be gone.
+        torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
+        os.environ["LOCAL_WORLD_SIZE"] = str(layout.ranks_per_node)
+        program, plan = self.program, layout.plan
         module, collection, sharder = nets.embeddings(program)
-        plan = dict.fromkeys(nets.ROWS, PLANS[program.sharding])
-        if program.replica:
-            plan["t2"] = "data_parallel"
         kinds = dict.fromkeys(nets.ROWS, program.fused)
         if program.fused == "each":
             kinds = dict(zip(nets.ROWS, FUSED, strict=True))
@@ -103,11 +127,13 @@ class Training:
                 for t, kind in plan.items()
             },
             sharder=sharder,
-            local_size=1,
-            world_size=1,
+            local_size=layout.ranks_per_node,
+            world_size=layout.world_size,
             device_type="cpu",
         )
         net, frozen = nets.Net(program, module), program.change == "frozen"
+        if dist.get_rank() > 0:  # which holds other rows, and draws other numbers
+            seed_all(seed + 1000 * dist.get_rank())
         return DistributedModelParallel(
             net,
             device=CPU,
@@ -133,7 +159,7 @@ class Training:
         return self.model.module
 
     def batch(self, number: int) -> ZooBatch:
-        return self.habit.batch(nets.batch(number, self.program.tables))
+        return self.habit.batch(nets.batch(number, self.program.tables, dist.get_rank()))
 
     def turn(self, saver: Checkpointer | None) -> None:
         """Train the next batch."""
@@ -153,7 +179,7 @@ class Training:
     def backward(self, number: int, factor: float = 1.0, **options: Any) -> float:
         loss, _ = self.model(self.batch(number))
         (loss * factor).backward(**options)
-        return float(loss.detach())
+        return mean_of_ranks(loss)
 
     def _pipeline(self) -> Any:
         """Return a function that trains the next batch, read ahead from the place in the data."""
@@ -162,13 +188,13 @@ class Training:
         pipeline = kind(self.model, optimizer, device=CPU)
 
         def progress(train: Training) -> float:
-            return float(pipeline.progress(batches).sum())
+            return mean_of_ranks(pipeline.progress(batches).sum())
 
         return progress
 
     def _batches(self) -> Iterator[ZooBatch]:
         for number in range(self.place.position, STEPS + 4):
-            yield nets.batch(number, self.program.tables)
+            yield nets.batch(number, self.program.tables, dist.get_rank())
 
 
 class _Outer:
@@ -242,7 +268,7 @@ def _scaled(self: Training, number: int, saver: Checkpointer | None) -> float:
         else:
             self.scaler.step(optimizer)
     self.scaler.update()
-    return float(loss.detach())
+    return mean_of_ranks(loss)
 
 
 def _sam(self: Training, number: int, saver: Checkpointer | None) -> float:
@@ -279,7 +305,7 @@ def _retained(self: Training, number: int, saver: Checkpointer | None) -> float:
         loss.backward()
     self.habit.in_the_middle(number, saver)
     self.optimizers.step()
-    return float(loss.detach())
+    return mean_of_ranks(loss)
 
 
 def _piped(self: Training, number: int, saver: Checkpointer | None) -> float:

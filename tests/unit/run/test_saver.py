@@ -27,6 +27,7 @@ from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.row_sets import RowSet
 from torchrec_checknrun.save import background
 from torchrec_checknrun.save.save import Save
+from torchrec_checknrun.schedule.triggers import Trigger
 from torchrec_checknrun.tracking import track
 from torchrec_checknrun.writers.lease import Lease
 
@@ -117,6 +118,34 @@ def test_the_end_is_saved_though_the_one_before_failed(
             saver.save(wait=False)
             assert saver._saver.running is not None
             saver._saver.running.known.wait()
+        wanted = gather(job)
+    assert restored(tmp_path, wanted) == []
+
+
+@pytest.mark.parametrize("triggers", [[AtEnd()], [EverySteps(4)]])
+def test_a_failure_that_no_checkpoint_makes_good_is_raised_at_the_end(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, triggers: list[Trigger]
+) -> None:
+    """Raise an error that is only logged while training goes on: no later save has its rows."""
+    saver = checkpointer(tmp_path, job, triggers=triggers, max_failures=2)
+    train(job, saver, 3)
+    saver.save()
+    monkeypatch.setattr(background, "write_rank_file", fail)
+    train(job, saver)
+    assert saver.wait() is None
+    with pytest.raises(SaveFailed, match="no space left"):
+        saver.close()
+
+
+def test_a_failure_that_a_checkpoint_has_made_good_is_not_raised_at_the_end(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with checkpointer(tmp_path, job, triggers=[EverySteps(2)], max_failures=2) as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(background, "write_rank_file", fail)
+            train(job, saver, 2)
+            assert saver.wait() is None
+        train(job, saver, 2)
         wanted = gather(job)
     assert restored(tmp_path, wanted) == []
 
