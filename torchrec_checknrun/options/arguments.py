@@ -216,15 +216,17 @@ def as_states(state: object) -> dict[str, Stateful | PerRank | Replicated]:
         if not isinstance(name, str) or not name:
             raise ValueError(f"names in state must be text, as in {example}, not {name!r}")
         stateful = item.state if isinstance(item, (PerRank, Replicated)) else item
+        if isinstance(stateful, (PerRank, Replicated)):
+            raise ValueError(
+                f"state {name!r} is declared twice: give the inner one (as RngState())"
+            )
         if isinstance(stateful, type) or not isinstance(stateful, Stateful):
             raise ValueError(
                 f"state {name!r} is a {type(stateful).__name__} without state_dict() and "
                 f"load_state_dict(): wrap it in an object that has them, as in {example}"
             )
         if name in (MODEL, BUFFERS):
-            raise ValueError(
-                f"state may not be called {name!r}, the model's own name: choose another name"
-            )
+            raise ValueError(f"state {name!r} has the model's own name: choose another name")
     return dict(state)
 
 
