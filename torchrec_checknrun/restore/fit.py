@@ -158,10 +158,23 @@ def check_rows(
     if fit.strict:
         raise IncompatibleCheckpoint(
             f"table {shard.table!r} was saved with optimizer state {saved}, the model's optimizer "
-            f"has {live}: use the optimizer it was trained with, skip state on one side only with "
-            "strict=False, or load the weights alone with load_tables"
+            f"has {live}: {_of_replica(shard)}use the optimizer it "
+            "was trained with, skip state on one side only with strict=False, or load the weights "
+            "alone with load_tables"
         )
     return f"table {shard.table!r}: optimizer state was saved as {saved}, the model has {live}"
+
+
+def _of_replica(shard: LocalShard) -> str:
+    """Return the remedy for a table that is data-parallel now: perhaps it was sharded before."""
+    if not shard.replicated:
+        return ""
+    return (
+        "the table is data-parallel here, where the fused optimizer doesn't step it. TorchRec's "
+        "planner shards a small table on some numbers of ranks only: shard it on any, by "
+        f"EmbeddingShardingPlanner(constraints={{{shard.table.rpartition('.')[2]!r}: "
+        'ParameterConstraints(sharding_types=["table_wise", "row_wise"])}). Or else '
+    )
 
 
 def is_rounded(shard: LocalShard, header: RowsHeader) -> bool:

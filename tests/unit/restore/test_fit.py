@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
+import torch
 
+from tests.unit.chains import DIM, make_shards
+from tests.unit.entries import header_of
+from torchrec_checknrun.codecs import Exact
+from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.restore.fit import Fit, match_tables
-from torchrec_checknrun.shards import TableShape
+from torchrec_checknrun.format.row_chunk import encode_rows
+from torchrec_checknrun.restore.fit import Fit, check_rows, match_tables
+from torchrec_checknrun.shards import Rectangle, TableShape
 
 SHAPE = TableShape(4, 8)
 
@@ -52,3 +59,17 @@ def test_names_that_are_exchanged_are_told(caplog: pytest.LogCaptureFixture) -> 
 def test_a_name_of_neither_is_refused() -> None:
     with pytest.raises(IncompatibleCheckpoint, match="the checkpoint has no table 'x'"):
         match("ac", "bc", x="b")
+
+
+def test_a_planner_s_choice_on_other_ranks_is_no_other_optimizer() -> None:
+    """Name the plan as the cause where a small table that was sharded is data-parallel now: the
+    state would be lost with ``strict=False``, and the optimizer is the one it was trained with.
+    """
+    (saved,) = make_shards(4, [Rectangle(0, 4, 0, DIM)])
+    header = header_of(encode_rows(saved.block(torch.arange(4)), TableEncoding(Exact())).entry)
+    sharded = replace(saved, optimizer={})
+    with pytest.raises(IncompatibleCheckpoint, match="has none: use the optimizer"):
+        check_rows(sharded, header, Fit())
+    with pytest.raises(IncompatibleCheckpoint, match="is data-parallel here") as caught:
+        check_rows(replace(sharded, replicated=True), header, Fit())
+    assert f"constraints={{{saved.table.rpartition('.')[2]!r}: Param" in str(caught.value)
