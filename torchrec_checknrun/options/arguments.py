@@ -218,7 +218,7 @@ def as_states(state: object) -> dict[str, Stateful | PerRank | Replicated]:
         stateful = item.state if isinstance(item, (PerRank, Replicated)) else item
         if isinstance(stateful, (PerRank, Replicated)):
             raise ValueError(
-                f"state {name!r} is declared twice: give the inner one (as RngState())"
+                f"state {name!r} is declared twice: give what is within, as RngState()"
             )
         if isinstance(stateful, type) or not isinstance(stateful, Stateful):
             raise ValueError(
