@@ -217,9 +217,7 @@ def as_states(state: object) -> dict[str, Stateful | PerRank | Replicated]:
             raise ValueError(f"names in state must be text, as in {example}, not {name!r}")
         stateful = item.state if isinstance(item, (PerRank, Replicated)) else item
         if isinstance(stateful, (PerRank, Replicated)):
-            raise ValueError(
-                f"state {name!r} is declared twice: give what is within, as RngState()"
-            )
+            raise ValueError(f"state {name!r} is declared twice: give what it wraps, as RngState()")
         if isinstance(stateful, type) or not isinstance(stateful, Stateful):
             raise ValueError(
                 f"state {name!r} is a {type(stateful).__name__} without state_dict() and "
