@@ -16,7 +16,7 @@ from torch import nn
 from torchrec.distributed.mc_embedding_modules import (
     BaseShardedManagedCollisionEmbeddingCollection,
 )
-from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 
 from torchrec_checknrun.dense.optimizers import DenseOptimizers
 from torchrec_checknrun.marks.cuts import Cut, Cuts
@@ -49,6 +49,24 @@ from torchrec_checknrun.model.tracked_shard import TrackedShard, TrackedTables
 from torchrec_checknrun.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+
+def refuse_part_of_job(model: object) -> None:
+    """Refuse a model that only some of the job's ranks train, before the others are waited for.
+
+    Raises:
+        ValueError: names the number of ranks, and the remedy.
+    """
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        # Of DMPCollection, a subclass, groups of ranks hold the same tables.
+        env = module._env if type(module) is DistributedModelParallel else None
+        if env is None or env.process_group is None or env.world_size >= dist.get_world_size():
+            continue
+        raise ValueError(
+            f"model is sharded over {env.world_size} of the job's {dist.get_world_size()} ranks, "
+            "and a Checkpointer is made on all ranks of a job: start ranks that don't train this "
+            "model, such as an evaluator's, as a job of their own"
+        )
 
 
 def track(model: nn.Module, optimizers: Iterable[object] = ()) -> TrackedModel:

@@ -29,7 +29,7 @@ from torchrec_checknrun.dense.optimizers import (
 from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.dense.state_objects import keeps_all_to_itself, shows_sums
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.model.tracked import TrackedModel, track
+from torchrec_checknrun.model.tracked import TrackedModel, refuse_part_of_job, track
 from torchrec_checknrun.options.agreement import agreed
 from torchrec_checknrun.options.arguments import PerRank, Replicated, is_timeout, refuse_unsharded
 from torchrec_checknrun.options.options import Options
@@ -88,6 +88,7 @@ class Assembly:
         Raises:
             ValueError, TypeError, UnsupportedTable: as ``Checkpointer``.
         """
+        refuse_part_of_job(given["model"])  # the only mistake that keeps other ranks from coming
         seconds = given["timeout_seconds"]
         # Before the arguments are checked: one rank's mistake must reach every rank.
         timeout = timedelta(seconds=seconds if is_timeout(seconds) else 60)

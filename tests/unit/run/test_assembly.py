@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
 
 from tests.unit.run.jobs import checkpointer, make_job
 from torchrec_checknrun import Checkpointer, Quantization
@@ -59,3 +62,22 @@ def test_of_thousands_of_tables_without_room_the_first_are_named(
     (said,) = (line for line in caplog.messages if "instead of 'delta'" in line)
     assert said.startswith("table_0000, table_0001, ")
     assert len(said) < 1000
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_of_some_ranks_waits_for_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse a model that is sharded over a sub process group at once: to wait for the other ranks
+    would take half an hour.
+    """
+    job = make_job()
+    dmp = next(m for m in job.model.modules() if isinstance(m, DistributedModelParallel))
+    env = ShardingEnv(world_size=2, rank=0, pg=dist.group.WORLD)
+    with monkeypatch.context() as patch:
+        patch.setattr(dmp, "_env", env)
+        patch.setattr(dist, "get_world_size", lambda group=None: 3)
+        patch.setattr(assembly, "Ranks", None)  # a group of three would wait for two
+        with pytest.raises(ValueError, match="over 2 of the job's 3 ranks,"):
+            Checkpointer(tmp_path, model=nn.Sequential(job.model))
+    Checkpointer(tmp_path, model=job.model).close()
