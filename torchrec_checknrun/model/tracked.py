@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def refuse_part_of_job(model: object) -> None:
     """
     for module in model.modules() if isinstance(model, nn.Module) else ():
         # Of DMPCollection, a subclass, groups of ranks hold the same tables.
-        env = module._env if type(module) is DistributedModelParallel else None
+        env: Any = module._env if type(module) is DistributedModelParallel else None
         if env is None or env.process_group is None or env.world_size >= dist.get_world_size():
             continue
         raise ValueError(
