@@ -4,6 +4,8 @@ rank alone shows the state of an object: all take it, and ask the object alike.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +13,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.models import Plan
+from tests.distributed.models import Job, Plan
 from tests.distributed.partial_lives import Gathered
 from tests.distributed.small_job import SPEC, Workers, build, checkpointer, plan_of, where
-from torchrec_checknrun import Images, PerRank, Replicated
+from torchrec_checknrun import Checkpointer, Images, PerRank, Replicated
+from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
 
 
-def give_up_one(root: str, spec: dict[str, Any], plan: Plan) -> None:
-    job, images = build(spec, plan), Images(str(Path(root).parent))
-    state = {"shown": Replicated(Gathered())}
+@contextmanager
+def one_step_done(root: str, job: Job) -> Iterator[tuple[Job, Checkpointer, RankImage]]:
+    """Train one step with images and a state that the ranks gather; close it in the end."""
+    images, state = Images(str(Path(root).parent)), {"shown": Replicated(Gathered())}
     with checkpointer(root, job, timeout_seconds=20.0, survive=images, state=state) as saver:
         saver.restore()
         job.train()
         saver.step()
-        saver.save()
         image = saver._survival._image
         assert image is not None
+        yield job, saver, image
+
+
+def give_up_one(root: str, spec: dict[str, Any], plan: Plan) -> None:
+    with one_step_done(root, build(spec, plan)) as (job, saver, image):
+        saver.save()
         if dist.get_rank() == 1:
             image.give_up("says the test")
         job.train()
@@ -71,15 +80,8 @@ def gather_by_images(root: str, spec: dict[str, Any], plan: Plan) -> list[list[f
 
 def save_amid_a_step(root: str, spec: dict[str, Any], plan: Plan) -> bool:
     """Save before ``step()`` where rank 0 alone has tables; return whether rows changed."""
-    job, images = build(spec, plan), Images(str(Path(root).parent))
-    state = {"shown": Replicated(Gathered())}
-    with checkpointer(root, job, timeout_seconds=20.0, survive=images, state=state) as saver:
-        saver.restore()
-        job.train()
-        saver.step()
+    with one_step_done(root, build(spec, plan)) as (job, saver, image):
         job.loss(*job.batch(1)).backward()
-        image = saver._survival._image
-        assert image is not None
         assert image._journal is not None
         changed = image._journal.is_open
         job.optimizer.step()
