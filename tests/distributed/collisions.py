@@ -35,7 +35,6 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
 from tests.distributed import references
 from tests.distributed.models import CPU
 from tests.distributed.states import gather, local_bytes
@@ -101,7 +100,7 @@ class CollisionZoo(Zoo):
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
-            seeding.seed(self.steps * 64 + dist.get_rank())
+            torch.manual_seed(self.steps * 64 + dist.get_rank())
             super().train()
 
     @property
@@ -161,7 +160,7 @@ def rows_of(module: Any) -> dict[int, int]:
 
 def build(spec: Spec, seed: int = 1) -> CollisionZoo:
     """Build a model on all ranks, row-wise, the only sharding of managed collisions."""
-    seeding.seed(seed)
+    torch.manual_seed(seed)
     sharder: Any = ManagedCollisionEmbeddingCollectionSharder()
     if spec.bag:
         sharder = ManagedCollisionEmbeddingBagCollectionSharder()

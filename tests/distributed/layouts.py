@@ -36,7 +36,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
 from tests.distributed.models import (
     CPU,
     DENSE_FEATURES,
@@ -188,7 +187,7 @@ def build(
     # Groups within and across nodes are kept for the process; an earlier case's are gone.
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     os.environ["LOCAL_WORLD_SIZE"] = str(where.ranks_per_node)
-    seeding.seed(seed)
+    torch.manual_seed(seed)
     module = OrderedModel(model_spec)
     sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
     plans = {}
@@ -206,7 +205,7 @@ def build(
             world_size=where.world_size,
             device_type="cpu",
         )
-    seeding.seed(seed + 1000 * dist.get_rank())  # ranks hold different rows
+    torch.manual_seed(seed + 1000 * dist.get_rank())  # ranks hold different rows
     assert dist.group.WORLD is not None
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     env.output_dtensor = dtensor

@@ -33,8 +33,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
-
 FUSED: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "rowwise_adagrad": RowWiseAdagrad,
@@ -276,7 +274,7 @@ class Job:
             seed: of the starting weights.
             samples: in a rank's batch.
         """
-        seeding.seed(seed)
+        torch.manual_seed(seed)
         world = dist.get_world_size()
         module = Model(spec)
         sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
@@ -301,7 +299,7 @@ class Job:
                 world_size=world,
                 device_type="cpu",
             )
-        seeding.seed(seed + 1000 * dist.get_rank())  # ranks hold different rows
+        torch.manual_seed(seed + 1000 * dist.get_rank())  # ranks hold different rows
         model = DistributedModelParallel(
             module, device=CPU, plan=ShardingPlan(plans), sharders=sharders
         )

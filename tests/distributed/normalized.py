@@ -16,7 +16,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
 from torchrec_checknrun import Checkpointer
 
 ROWS, WIDTH = 20, 4
@@ -44,7 +43,7 @@ class NormalizedJob:
     """The sharded model with its dense optimizer; each rank has its own batches."""
 
     def __init__(self, seed: int = 0) -> None:
-        seeding.seed(seed)
+        torch.manual_seed(seed)
         world = dist.get_world_size()
         module, sharder = Normalized(), EmbeddingBagCollectionSharder()
         apply_optimizer_in_backward(torch.optim.SGD, module.bags.parameters(), {"lr": 0.1})

@@ -29,8 +29,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
-
 ROWS, DIM = 40, 8
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -67,7 +65,7 @@ class PlacedJob:
     """
 
     def __init__(self, placing: str, optimizer: str, seed: int = 0) -> None:
-        seeding.seed(seed)
+        torch.manual_seed(seed)
         world, module = dist.get_world_size(), Model()
         apply_optimizer_in_backward(torch.optim.Adagrad, module.ebc.parameters(), {"lr": 0.1})
         sharder: Any = EmbeddingBagCollectionSharder()

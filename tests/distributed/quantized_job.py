@@ -24,7 +24,6 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
 from tests.distributed.fused_on_cpu import any_fused_optimizer
 from tests.distributed.layouts import (
     Layout,
@@ -106,7 +105,7 @@ def build(spec: ModelSpec, where: Layout, dtypes: dict[str, str], seed: int = 0)
     assert dist.get_world_size() == where.world_size
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     os.environ["LOCAL_WORLD_SIZE"] = str(where.ranks_per_node)
-    seeding.seed(seed)
+    torch.manual_seed(seed)
     module = LinearModel(spec)
     set_types(module, spec, dtypes)
     sharders: list[Any] = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
@@ -122,7 +121,7 @@ def build(spec: ModelSpec, where: Layout, dtypes: dict[str, str], seed: int = 0)
         for c in spec.collections
     }
     assert dist.group.WORLD is not None
-    seeding.seed(seed + 1000 * dist.get_rank())
+    torch.manual_seed(seed + 1000 * dist.get_rank())
     with any_fused_optimizer() if spec.fused in UNTRAINABLE else contextlib.nullcontext():
         model = DistributedModelParallel(
             module,

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.inference.modules import quantize_inference_model
 
-from tests import seeding
 from tests.distributed import collisions, zoo
 from tests.distributed.zoo import Net, Zoo, build_zoo
 from torchrec_checknrun import Follower
@@ -63,7 +62,7 @@ def trained(kind: str, seed: int) -> Zoo:
 
 def served(kind: str, state: State | None = None) -> nn.Module:
     """Build the model that serves, of other weights or of a state as TorchRec loads it."""
-    seeding.seed(9)
+    torch.manual_seed(9)
     if kind in MAPPED:
         model: nn.Module = collisions.net_of(MAPPED[kind], torch.device("cpu"))[0]
     else:

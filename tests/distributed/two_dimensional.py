@@ -24,7 +24,6 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
 from torchrec_checknrun import Checkpointer, Consecutive
 
 ROWS, DIM, GROUP = 40, 8, 2
@@ -75,7 +74,7 @@ class AveragedJob:
     """A job of four ranks; two groups of two hold all tables. Each rank has its own batches."""
 
     def __init__(self, seed: int = 0) -> None:
-        seeding.seed(seed)
+        torch.manual_seed(seed)
         module, sharder = Model(), EmbeddingBagCollectionSharder()
         for name in ("t0", "t1"):
             table = module.bags.embedding_bags[name]

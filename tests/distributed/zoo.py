@@ -43,7 +43,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from tests import seeding
 from tests.distributed.layouts import generator_of
 from tests.distributed.models import CPU
 from tests.distributed.reader30 import read_rows
@@ -236,7 +235,7 @@ def build_zoo(
             were not looked up.
         dense: the dense optimizer, which steps data-parallel tables as well; Adagrad by default.
     """
-    seeding.seed(1)
+    torch.manual_seed(1)
     fused_params = EMA if fused == "ema" else None
     module, collection, _, sharder, width = _embeddings(kind, dim, fused_params)
     net = Net(module, width, kind == "sequence")

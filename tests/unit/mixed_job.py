@@ -21,7 +21,6 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests import seeding
 from tests.unit.tracked_model import Model, batch
 from torchrec_checknrun import Checkpointer, Consecutive
 from torchrec_checknrun.errors import SaveDeferred
@@ -46,7 +45,7 @@ class Job:
     def __init__(
         self, root: Path, dense: Callable[[Any], torch.optim.Optimizer], **options: Any
     ) -> None:
-        seeding.seed(0)
+        torch.manual_seed(0)
         self.root = root
         net = Net()
         tables = net.sparse.ebc.embedding_bags

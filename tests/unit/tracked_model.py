@@ -17,7 +17,6 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
 from torchrec_checknrun.tracking import Consumer, TrackedModel, TrackedShard
 
 ROWS, DIM = 30, 8
@@ -49,7 +48,7 @@ class Model(nn.Module):
 
 
 def make_model(optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad) -> nn.Module:
-    seeding.seed(0)
+    torch.manual_seed(0)
     model = Model()
     apply_optimizer_in_backward(optimizer, model.ebc.parameters(), {"lr": 0.5})
     sharder = EmbeddingBagCollectionSharder()

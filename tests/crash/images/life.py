@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
 from tests.campaign.kill_rank import Dice, History
 from tests.crash.images.arming import arm
 from tests.crash.images.board import Board
@@ -65,7 +64,7 @@ class Run:
         self.dropout = nn.Dropout(0.2)
         self.history, self.dice = History(), Dice()
         self.dice.generator.manual_seed(17 + dist.get_rank())
-        seeding.seed(5 + dist.get_rank())
+        torch.manual_seed(5 + dist.get_rank())
         np.random.seed(6)
         random.seed(7)
         survive = Images(folder=str(self.memory)) if self.memory else None

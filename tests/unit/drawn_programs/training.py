@@ -21,7 +21,6 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests import seeding
 from tests.distributed.layouts import Layout, generator_of
 from tests.distributed.zoo import CPU, FUSED, ZooBatch
 from tests.unit.drawn_programs import habits, nets, schedules
@@ -64,7 +63,7 @@ def mean_of_ranks(value: torch.Tensor) -> float:
 
 
 def seed_all(seed: int) -> None:
-    seeding.seed(seed)
+    torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
 

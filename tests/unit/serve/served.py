@@ -29,7 +29,6 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import seeding
 from torchrec_checknrun import Checkpointer, Consecutive, Follower, Version
 
 CPU = torch.device("cpu")
@@ -104,7 +103,7 @@ class Job:
     def __init__(
         self, root: Path | str, sharding: str = "row_wise", rows: int = ROWS, **options: Any
     ) -> None:
-        seeding.seed(1)
+        torch.manual_seed(1)
         self.rows = rows
         model = Net(torch.device("meta"), rows=rows)
         apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lr": 0.5})
