@@ -1,4 +1,11 @@
+from . import codecs as codecs
+from . import dcp as dcp
+from . import elastic as elastic
 from . import errors as errors
+from . import integrations as integrations
+from . import policy as policy
+from . import tracking as tracking
+from . import triggers as triggers
 from .codecs.quantization import Quantization as Quantization
 from .compaction.compact import compact as compact
 from .integrations.rng import RngState as RngState

@@ -67,6 +67,11 @@ def pack(
     return value
 
 
+def is_state(packed: Any) -> bool:
+    """Tell whether a packed value is the content of an object's state dict."""
+    return _marked(packed)[0] == _STATE
+
+
 def same(one: Any, other: Any) -> bool:
     """Return whether two packed values have the same stored bytes."""
     (tree, pieces), (other_tree, other_pieces) = encode_state(one, ""), encode_state(other, "")

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.optim import Optimizer
 
-from torchrec_checknrun.dense.live_values import LIVE, pack, put, same, why_not
+from torchrec_checknrun.dense.live_values import LIVE, is_state, pack, put, same, why_not
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.tree import (
     HOOKS,
@@ -164,7 +164,7 @@ def give_back(
             why = f"{type(error).__name__}: {error}"
         if why is not None:
             _warn_kept(optimizer, name, why)
-        elif name in _OF_STEPS:
+        elif name in _OF_STEPS or is_state(value):
             continue  # no setting of the program's
         elif resized or name.lstrip("_") in arguments:
             changed.append(f"{name} = {_shown(value)} (not {_shown(packed)})")

@@ -235,6 +235,18 @@ def test_any_value_of_a_constructor(
     assert "continues with" not in caplog.text
 
 
+def test_the_state_of_an_argument_is_no_setting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hold an object that moves at each step, as a gradient scaler does, as an argument."""
+    make = making(lambda inner: Holding(inner, Resumable()))
+    save(tmp_path, make, change=lambda optimizer: optimizer.value())
+    with caplog.at_level(logging.WARNING):
+        live = restore(tmp_path, make())
+    assert live.value.ticks == 1
+    assert "continues with" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["value", "other"])
 def test_the_callers_objects_are_not_rewritten(tmp_path: Path, name: str) -> None:
     def make() -> Made:
