@@ -35,13 +35,13 @@ from torchrec_checknrun.save.plan import LocalPlan, PlanSummary, make_global_pla
 from torchrec_checknrun.save.rank_differences import RankDifferences
 from torchrec_checknrun.serve import copies as serving
 from torchrec_checknrun.shards import Rectangle, TableShape
-from torchrec_checknrun.snapshot import left_out
 from torchrec_checknrun.snapshot.cut_rows import CutRows
 from torchrec_checknrun.snapshot.left_out import LeftOut
 from torchrec_checknrun.tools.completeness import gaps
 from torchrec_checknrun.tools.fused import fused_rows
 from torchrec_checknrun.tools.links import TableLinks
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
+from torchrec_checknrun.values import shown
 
 MANY = 100
 NAMES = [f"sparse.embedding_bag_collection.embedding_bags.{'x' * 150}{i}" for i in range(2000)]
@@ -182,14 +182,14 @@ def test_values_that_move_are_looked_for_once(
     look = LeftOut(model, {})
     for module in modules:
         module.steps += 1
-    compared, equals = 0, left_out._equals
+    compared, equals = 0, shown._equals
 
     def counted(leaf: object, value: object) -> bool:
         nonlocal compared
         compared += 1
         return equals(leaf, value)
 
-    monkeypatch.setattr(left_out, "_equals", counted)
+    monkeypatch.setattr(shown, "_equals", counted)
     saved = {"other": {f"a{i}": i for i in range(MANY)}, "b": {"0.steps": 1}}
     look.look(saved)
     assert not caplog.messages  # each has a value of its name and content

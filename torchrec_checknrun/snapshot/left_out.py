@@ -11,15 +11,11 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from itertools import chain
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from torchrec_checknrun.dense.tree import Node, all_nodes, attributes, inner_optimizers
@@ -28,6 +24,7 @@ from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
 from torchrec_checknrun.snapshot.schedules import Schedules
 from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.own_loading import plain_path
+from torchrec_checknrun.values.shown import MOST_VALUES, Shown, all_leaves, content, may_show
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -40,10 +37,9 @@ _METRICS = "torchrec.metrics."
 """TorchRec's metrics, which have windows of batches in no state dict."""
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
-_MOST_VALUES = 1 << 14
-"""The largest tensor that is looked at: larger ones are masks and tables. About as many values of a
-larger parameter are compared.
-"""
+_SHOWN = " (metric.persistent(True) does for a metric of torchmetrics)"
+_MOST_ITEMS = 256
+"""The longest list or dict in which modules are looked for: longer ones are data."""
 _NUMBERS = frozenset({int, float})
 _SEQUENCES = frozenset({list, deque})
 
@@ -78,7 +74,7 @@ class LeftOut:
             self._copies = {
                 key: bytes(raw_bytes(_value(self._modules[key[0]][1], key[1])))
                 for key, mark in self._first.items()
-                if mark[0] is torch.Tensor and mark[3].numel() <= _MOST_VALUES
+                if mark[0] is torch.Tensor and mark[3].numel() <= MOST_VALUES
             }
 
     def begin(self) -> None:
@@ -135,11 +131,11 @@ class LeftOut:
         new = {name: tensor for name, tensor in beside.items() if name not in self._told}
         if not new:
             return
-        leaves = (leaf for state in saved.values() for leaf in _all_leaves(state))
+        leaves = (leaf for state in saved.values() for leaf in all_leaves(state))
         shapes: set[tuple[int, ...]] = {tensor.shape for tensor in new.values()}
         rows = {shape[:1] for shape in shapes}
-        shown = {_content(leaf) for leaf in leaves if _may_show(leaf, shapes, rows)} - {None}
-        lost = [name for name, tensor in new.items() if _content(tensor) not in shown]
+        shown = {content(leaf) for leaf in leaves if may_show(leaf, shapes, rows)} - {None}
+        lost = [name for name, tensor in new.items() if content(tensor) not in shown]
         self._told |= {*lost}
         if lost:
             logger.warning(
@@ -163,7 +159,7 @@ class LeftOut:
         moved = [key for key, mark in self._marks().items() if self._has_moved(key, mark)]
         lost = []
         if moved:
-            shown = _Shown(saved)
+            shown = Shown(saved.values())
             values = ((key, _value(self._modules[key[0]][1], key[1])) for key in moved)
             lost = [key for key, value in values if not shown.holds(key[1], value)]
         for key in moved:
@@ -172,9 +168,10 @@ class LeftOut:
             logger.warning(
                 "training changes values of modules that are in no state dict: %s. A restored run "
                 "begins with what the program makes of them. Where they matter, register them as "
-                "persistent buffers, or give them under their names in a state object: "
+                "persistent buffers%s, or give them under their names in a state object: "
                 'state={"counts": …}',
                 listed([f"{self._modules[at][0]}.{name}" for at, name in lost]),
+                _SHOWN if any(_is_hidden(self._modules[at][1], name) for at, name in lost) else "",
             )
 
     def _marks(self) -> dict[tuple[int, str], Mark]:
@@ -201,25 +198,6 @@ class LeftOut:
             and key in self._copies  # DistributedDataParallel writes the same values again
             and self._copies[key] != bytes(raw_bytes(_value(module, name)))
         )
-
-
-class _Shown:
-    """The values that states show, by name: a large model has thousands, of which many may move."""
-
-    def __init__(self, saved: Mapping[str, object]) -> None:
-        self._named: dict[str, list[object]] = {}
-        self._extra: list[object] = []
-        for path, leaf in chain.from_iterable(map(_leaves, saved.values())):
-            self._named.setdefault(path[-1].rpartition(".")[2], []).append(leaf)
-            if any(part.endswith(_EXTRA_STATE_KEY_SUFFIX) for part in path):
-                self._extra.append(leaf)
-
-    def holds(self, name: str, value: object) -> bool:
-        """Return whether a state has a value under its name, or a module's extra state has it."""
-        named = self._named.get(name.rpartition(".")[2], ())
-        if named and type(value) not in _NUMBERS:
-            return True
-        return any(_equals(leaf, value) for leaf in chain(named, self._extra))
 
 
 def _trained(model: nn.Module) -> dict[str, bool]:
@@ -275,18 +253,37 @@ def _users_modules(
     model: nn.Module, states: Mapping[str, object]
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are of no framework's class, or layers, each once, with a name."""
-    held = [(f"{n}.{a}", v) for n, state in states.items() for a, v in attributes(state).items()]
+    roots: list[tuple[str, nn.Module]] = [("model", model)]
+    for name, state in states.items():
+        roots += _modules_of(name, state, 0)
+        for attribute, value in attributes(state).items():
+            roots += _modules_of(f"{name}.{attribute}", value, 2)
     seen: set[int] = set()
-    for name, root in (("model", model), *states.items(), *held):
-        for within, module in root.named_modules() if isinstance(root, nn.Module) else ():
+    for name, root in roots:
+        for within, module in root.named_modules():
             if id(module) not in seen and (_is_users(type(module)) or _is_layer(module)):
                 yield ".".join(filter(None, (name, plain_path(within)))), module
             seen.add(id(module))
 
 
+def _modules_of(name: str, value: object, levels: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a value that is a module, or those in a list or dict, of as many levels."""
+    if isinstance(value, nn.Module):
+        yield name, value
+    elif levels and isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(key, (str, int)):  # not an optimizer's state, by sharded tensors
+                yield from _modules_of(f"{name}.{key}", item, levels - 1)
+
+
 def _is_users(kind: type) -> bool:
     name = f"{kind.__module__}."
     return name.startswith(_METRICS) or name.partition(".")[0] not in _FRAMEWORKS
+
+
+def _is_hidden(module: nn.Module, name: str) -> bool:
+    """Tell whether a value is a state of a metric of torchmetrics that its state dict omits."""
+    return name in getattr(module, "_persistent", ())
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -344,56 +341,3 @@ def _value(module: nn.Module, name: str) -> Any:
         if last != rest and last in own:  # keys may have dots as well
             return own[last]
     raise KeyError(name)
-
-
-def _equals(leaf: object, value: object) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        if isinstance(value, torch.Tensor):
-            return leaf.data_ptr() == value.data_ptr()
-        return type(value) in _NUMBERS and leaf.numel() == 1 and bool(leaf.item() == value)
-    return type(leaf) in _NUMBERS and type(value) in _NUMBERS and leaf == value
-
-
-def _all_leaves(value: object) -> Iterator[object]:
-    """Yield the numbers, tensors, arrays and lists in a state."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield value
-        for item in value:
-            yield from _all_leaves(item)
-    elif isinstance(value, (torch.Tensor, np.ndarray, float)):
-        yield value
-
-
-def _may_show(leaf: Any, shapes: set[tuple[int, ...]], rows: set[tuple[int, ...]]) -> bool:
-    """Return whether a value of a state may be one of some tensors, by their shapes and rows."""
-    if isinstance(leaf, (list, tuple)):
-        return (len(leaf),) in rows and isinstance(leaf[0], (float, list))
-    return isinstance(leaf, float) or np.shape(leaf) in shapes
-
-
-def _content(value: Any) -> tuple[int, bytes] | None:
-    """Return what is the same of equal values, whatever their form; None if it is unknown.
-
-    Of large ones a sample decides: training waits meanwhile.
-    """
-    with suppress(Exception):  # tensors may be of any class, lists of anything
-        values = torch.as_tensor(value).detach()
-        values = torch.view_as_real(values) if values.is_complex() else values
-        flat = values.reshape(-1)
-        some = flat[:: max(1, len(flat) // _MOST_VALUES)].cpu().to(torch.float64) + 0.0
-        return len(flat), xxhash.xxh3_128_digest(some.numpy().data)  # of both zeros one
-    return None
-
-
-def _leaves(value: object, path: tuple[str, ...] = ("",)) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the keys under which a state has values, lists among them, each with the value."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _leaves(item, (*path, str(name)))
-        return
-    yield path, value
-    for item in value if isinstance(value, (list, tuple, deque)) else ():
-        if isinstance(item, (Mapping, list, tuple, deque)):
-            yield from _leaves(item, path)

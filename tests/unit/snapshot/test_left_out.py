@@ -274,6 +274,41 @@ def test_the_count_of_a_metric_is_told(told: Told) -> None:
     assert "mean_value" not in line
 
 
+class Unshown:
+    """A key that no text can be made of, as a sharded tensor."""
+
+    def __format__(self, form: str) -> str:
+        raise RuntimeError("no text")
+
+
+class Metrics:
+    """A state object that keeps a program's metrics in lists."""
+
+    def __init__(self) -> None:
+        self.by_key = {Unshown(): 1}
+        self.of = {"train": [MeanMetric()], "eval": [MeanMetric()]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {mode: [metric.state_dict() for metric in of] for mode, of in self.of.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError  # nothing is restored here
+
+
+def test_metrics_in_lists_of_a_state_object_are_looked_into(told: Told) -> None:
+    metrics = Metrics()
+    metric = metrics.of["train"][0]
+    (line,) = told(nn.Linear(2, 2), lambda: metric.update(1.0), metrics=metrics)
+    assert "metrics.of.train.0.mean_value" in line
+    assert "metric.persistent(True)" in line
+    metrics = Metrics()
+    metric = metrics.of["train"][0]
+    metric.persistent(True)
+    (line,) = told(nn.Linear(2, 2), lambda: metric.update(1.0), metrics=metrics)
+    assert "train.0.mean_value" not in line
+    assert "persistent(True)" not in line
+
+
 def test_what_a_modules_extra_state_has_is_not_told(told: Told) -> None:
     module = Extra()
     (line,) = told(module, call(module))

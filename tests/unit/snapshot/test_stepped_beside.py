@@ -15,7 +15,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from tests.crash.save_sweep import alone
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.snapshot import left_out
+from torchrec_checknrun.values import shown
 
 LOST = "neither the model nor a state object shows"
 
@@ -134,13 +134,13 @@ def test_of_large_parameters_a_sample_is_compared(
         "other": lambda: torch.randn(1 << 18),
     }
     bytes_read: list[int] = []
-    real = left_out.xxhash.xxh3_128_digest
+    real = shown.xxhash.xxh3_128_digest
 
     def digest(data: memoryview) -> bytes:
         bytes_read.append(data.nbytes)
         return real(data)
 
-    monkeypatch.setattr(left_out, "xxhash", SimpleNamespace(xxh3_128_digest=digest))
+    monkeypatch.setattr(shown, "xxhash", SimpleNamespace(xxh3_128_digest=digest))
     lines = told(tmp_path, caplog, net, beside, adam.step, dense=adam, given=Weights(forms[form]))
     assert len(lines) == (form == "other")
-    assert max(bytes_read) < 2 * 8 * left_out._MOST_VALUES
+    assert max(bytes_read) < 2 * 8 * shown.MOST_VALUES
