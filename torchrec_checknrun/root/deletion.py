@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from torchrec_checknrun.errors import (
     CheckNRunError,
-    SaveFailed,
+    CorruptCheckpoint,
     StorageFailed,
     StorageUnreachable,
 )
@@ -26,6 +26,10 @@ from torchrec_checknrun.root.retention import PINNED
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import FOLDER
 from torchrec_checknrun.writers.liveness import is_abandoned
+
+
+class _Stays(CheckNRunError):
+    """Say why something has to stay after all."""
 
 
 class Deletion:
@@ -144,9 +148,32 @@ def delete_priority_saves(root: Folder) -> list[str]:
 
 
 def delete_checkpoint(folder: Folder) -> list[str]:
-    """Delete a checkpoint's files and directory; return the names that aren't files."""
+    """Delete a checkpoint's files and directory; return the names that aren't files.
+
+    Minutes may have passed since the pruning looked for pins. Whoever pins looks for the manifest
+    afterwards, and here a pin is looked for after the manifest is gone: one of both sees the other.
+
+    Raises:
+        CheckNRunError: the checkpoint was pinned meanwhile, and stays.
+    """
+    try:
+        manifest = folder.read(MANIFEST_NAME)
+    except (FileNotFoundError, CorruptCheckpoint):  # nothing that could be put back
+        manifest = None
+    _require_unpinned(folder)
     folder.delete(MANIFEST_NAME)
+    try:
+        _require_unpinned(folder)
+    except _Stays:
+        if manifest is not None:
+            folder.put(MANIFEST_NAME, manifest)
+        raise
     return _delete_files(folder)
+
+
+def _require_unpinned(folder: Folder) -> None:
+    if folder.size(PINNED) is not None:
+        raise _Stays("it was pinned meanwhile")
 
 
 def _is_leftover(root: Folder, name: str) -> bool:
@@ -173,12 +200,12 @@ def _delete_uncommitted(folder: Folder) -> list[str]:
     """Delete the files and directory of a leftover; return as ``delete_checkpoint``.
 
     Raises:
-        SaveFailed: the leftover was committed meanwhile.
+        CheckNRunError: the leftover was committed meanwhile, and stays.
     """
 
     def look() -> None:
         if folder.size(MANIFEST_NAME) is not None:
-            raise SaveFailed("it was committed meanwhile")
+            raise _Stays("it was committed meanwhile")
 
     return _delete_files(folder, look)
 

@@ -8,10 +8,11 @@ that keeps the checkpoint, and its chain, until it is unpinned.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
-from torchrec_checknrun.errors import ChainBroken, CorruptCheckpoint
+from torchrec_checknrun.errors import ChainBroken, CheckpointNotFound, CorruptCheckpoint
 from torchrec_checknrun.format.checks import Record, Text, seal, unseal
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import CheckpointId, parse_ids
@@ -323,11 +324,20 @@ def pin(root: Folder, id: str) -> None:
     """Keep a checkpoint, and what it needs, until it is unpinned.
 
     Raises:
-        CheckpointNotFound, CorruptCheckpoint: there is no such checkpoint, or its manifest is
-            damaged.
+        CheckpointNotFound, CorruptCheckpoint: there is no such checkpoint, or no more since a
+            pruning has deleted it meanwhile; or its manifest is damaged.
     """
     read_manifest(root, id)
-    write_pin(root, id)
+    try:
+        write_pin(root, id)
+        read_manifest(root, id)
+    except (FileNotFoundError, CheckpointNotFound) as error:
+        with suppress(FileNotFoundError):
+            unpin(root, id)
+        (root / id).remove()
+        raise CheckpointNotFound(
+            f"{root}/{id} was deleted while it was being pinned: pin another one"
+        ) from error
 
 
 class Pin(Record, frozen=True):
