@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ def content(job: Job) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.skipif(
+    version("torchrec").startswith("1.7."),
+    reason="TorchRec 1.7 can't train compiled models on torch 2.12: it finds no output distribution",
+)
 @pytest.mark.parametrize(
     ("before", "after"),
     some_of([(in_place, in_place), (in_place, plain), (wrapped, wrapped)], 1),
