@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.unit.chains import write
+from tests.unit.interruption import interrupted
 from tests.unit.root.commits import ROWS, part, write_full
 from torchrec_checknrun.errors import CheckpointNotFound
 from torchrec_checknrun.format.manifest import Manifest
@@ -19,30 +17,6 @@ from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention, pin
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.local import LocalStore
-
-CALLS = ("list", "sizes", "size", "read", "put", "delete", "remove")
-
-
-@contextmanager
-def interrupted(at: int, meanwhile: Callable[[], object]) -> Iterator[Callable[[], bool]]:
-    """Do something right before a call of the storage; yield what tells whether it was reached."""
-    count = itertools.count()
-    reached = False
-
-    def around(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            nonlocal reached
-            if not reached and next(count) == at:
-                reached = True
-                meanwhile()
-            return real(*arguments)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
-            patch.setattr(LocalStore, name, around(getattr(LocalStore, name)))
-        yield lambda: reached
 
 
 def pinned(root: Folder, id: str) -> bool:
