@@ -115,7 +115,8 @@ class Taker:
         Raises:
             UnsupportedState, SaveFailed: a state can't be stored.
         """
-        return [*self._beside_generators(), *section({_GENERATORS: generators_state()})]
+        clocks = _of_clocks(self._tracked.progress())
+        return [*self._content_pieces(), *clocks, *section({_GENERATORS: generators_state()})]
 
     def ask(self) -> None:
         """Ask the state objects where nothing is kept of it: some talk to the other ranks then,
@@ -124,8 +125,10 @@ class Taker:
         with suppress(SaveFailed):
             state_dicts(self._states, self._kept)
 
-    def _beside_generators(self) -> list[Piece]:
-        """Return the pieces of all but the random number generators' state, which comes last."""
+    def _content_pieces(self) -> list[Piece]:
+        """Return the pieces of all but what evaluations move: the optimizers' clocks, which count
+        lookups, and the random number generators' state. Both come last.
+        """
         pieces = [*self._content.pieces()]
         asked = []
         for name, content in self._kept.items():
@@ -137,8 +140,7 @@ class Taker:
             table.table: dict(zip(("weight", *table.optimizer), table.tensors, strict=True))
             for table in replicas(self._tracked)
         }
-        collisions = self._tracked.collisions.state()
-        of_run = _of_run(tables, self._tracked.progress(), collisions)
+        of_run = _of_run(tables, self._tracked.collisions.state())
         return [*pieces, *section({**self._asked(asked), **of_run})]
 
     def _asked(self, names: Collection[str]) -> dict[str, Any]:
@@ -157,19 +159,20 @@ class Taker:
         return found[STATES][name]
 
     def is_present(self, content: memoryview) -> bool:
-        """Tell whether what ``take`` has returned is the state as it is now, generators aside: an
-        evaluation draws from these, too.
+        """Tell whether what ``take`` has returned is the state as it is now. Generators aside, from
+        which an evaluation draws as well, and counters that no update uses.
 
         Raises:
             UnsupportedState, SaveFailed: a state can't be stored.
         """
         at = 0
-        for piece in self._beside_generators():
+        for piece in self._content_pieces():
             held, now = (np.frombuffer(b, np.uint8) for b in (content[at : at + len(piece)], piece))
             if not np.array_equal(held, now):
                 return False
             at += len(piece)
-        return True
+        tree, payload, _ = read_section(content[at:])
+        return self._tracked.is_progress(_clocks(decode_state(tree, payload)))
 
 
 def size_of(pieces: Sequence[Piece]) -> int:
@@ -197,13 +200,10 @@ def require_few(pieces: Sequence[Piece], most: int, seconds: float) -> None:
 
 
 def _of_run(
-    tables: dict[str, dict[str, torch.Tensor]],
-    progress: Mapping[str, OptimizerClock],
-    collisions: CollisionState | None,
+    tables: dict[str, dict[str, torch.Tensor]], collisions: CollisionState | None
 ) -> dict[str, object]:
-    """Return what is held beside states, see ``HeldStates``."""
-    clocks = msgspec.msgpack.encode(_packed(progress))
-    return {_TABLES: tables, _PROGRESS: clocks, **_of_collisions(collisions)}
+    """Return what is held beside states, clocks and generators, see ``HeldStates``."""
+    return {_TABLES: tables, **_of_collisions(collisions)}
 
 
 def _of_collisions(state: CollisionState | None) -> dict[str, object]:
@@ -211,6 +211,17 @@ def _of_collisions(state: CollisionState | None) -> dict[str, object]:
     if state is None:
         return {}
     return {_FACTS: msgspec.msgpack.encode(state.facts), _COLLISIONS: state.tensors}
+
+
+def _of_clocks(progress: Mapping[str, OptimizerClock]) -> list[Piece]:
+    return section({_PROGRESS: msgspec.msgpack.encode(_packed(progress))})
+
+
+def _clocks(content: dict[str, bytes]) -> dict[str, OptimizerClock]:
+    """Return what ``_of_clocks`` was given."""
+    packed = msgspec.msgpack.decode(content[_PROGRESS])
+    clocks = [(each["tables"], OptimizerClock(**each["clock"])) for each in packed]
+    return {table: clock for tables, clock in clocks for table in tables}
 
 
 def _packed(progress: Mapping[str, OptimizerClock]) -> list[dict[str, Any]]:
@@ -270,9 +281,7 @@ class HeldStates:
                 parts |= {part["name"]: part["value"] for part in own.get(PARTS, ())}
                 sharded += map(_header, own.get(_SHARDED, ()))
                 found |= own
-            packed = msgspec.msgpack.decode(found[_PROGRESS])
-            clocks = [(each["tables"], OptimizerClock(**each["clock"])) for each in packed]
-            progress = {table: clock for tables, clock in clocks for table in tables}
+            progress = _clocks(found)
             facts = msgspec.msgpack.decode(found.get(_FACTS, _NONE), type=dict[str, Facts])
             collisions = CollisionState(facts, found.get(_COLLISIONS, {}))
             of_run = progress, found[_GENERATORS], collisions
@@ -288,6 +297,6 @@ class HeldStates:
         object may be asked, since the other ranks' are not. There are no ``parts``.
         """
         states = {name: decode_state(*tree) for name, tree in self.trees.items()}
-        of_run = _of_run(self.tables, self.progress, self.collisions)
-        generators = {_GENERATORS: generators_state()}
-        return [*section({STATES: states, **of_run}), *section(generators)]
+        of_run = _of_run(self.tables, self.collisions)
+        generators = section({_GENERATORS: generators_state()})
+        return [*section({STATES: states, **of_run}), *_of_clocks(self.progress), *generators]
