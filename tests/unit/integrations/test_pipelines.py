@@ -140,7 +140,7 @@ def test_pipelines_that_read_ahead_are_named(
     net = Losses()
     adam, _ = optimizer(net)
     pipeline = pipeline_of(kind, net, adam)
-    state = {"adam": adam, "loader": Loader(None)}
+    state: dict[str, Any] = {"adam": adam, "loader": Loader(None)}
     with Checkpointer(tmp_path, model=net, state=state) as saver:
         saver.step()
     found = [line.split()[1] for line in caplog.messages if "ahead of training" in line]
