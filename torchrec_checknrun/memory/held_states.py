@@ -115,8 +115,7 @@ class Taker:
         Raises:
             UnsupportedState, SaveFailed: a state can't be stored.
         """
-        clocks = _of_clocks(self._tracked.progress())
-        return [*self._content_pieces(), *clocks, *section({_GENERATORS: generators_state()})]
+        return [*self._beside_generators(), *section({_GENERATORS: generators_state()})]
 
     def ask(self) -> None:
         """Ask the state objects where nothing is kept of it: some talk to the other ranks then,
@@ -125,10 +124,8 @@ class Taker:
         with suppress(SaveFailed):
             state_dicts(self._states, self._kept)
 
-    def _content_pieces(self) -> list[Piece]:
-        """Return the pieces of all but what evaluations move: the optimizers' clocks, which count
-        lookups, and the random number generators' state. Both come last.
-        """
+    def _beside_generators(self) -> list[Piece]:
+        """Return the pieces of all but the random number generators' state, which comes last."""
         pieces = [*self._content.pieces()]
         asked = []
         for name, content in self._kept.items():
@@ -140,7 +137,8 @@ class Taker:
             table.table: dict(zip(("weight", *table.optimizer), table.tensors, strict=True))
             for table in replicas(self._tracked)
         }
-        of_run = _of_run(tables, self._tracked.collisions.state())
+        collisions = self._tracked.collisions.state()
+        of_run = _of_run(tables, self._tracked.progress(), collisions)
         return [*pieces, *section({**self._asked(asked), **of_run})]
 
     def _asked(self, names: Collection[str]) -> dict[str, Any]:
@@ -159,20 +157,19 @@ class Taker:
         return found[STATES][name]
 
     def is_present(self, content: memoryview) -> bool:
-        """Tell whether what ``take`` has returned is the state as it is now. Generators aside, from
-        which an evaluation draws as well, and counters that no update uses.
+        """Tell whether what ``take`` has returned is the state as it is now, generators aside: an
+        evaluation draws from these, too.
 
         Raises:
             UnsupportedState, SaveFailed: a state can't be stored.
         """
         at = 0
-        for piece in self._content_pieces():
+        for piece in self._beside_generators():
             held, now = (np.frombuffer(b, np.uint8) for b in (content[at : at + len(piece)], piece))
             if not np.array_equal(held, now):
                 return False
             at += len(piece)
-        tree, payload, _ = read_section(content[at:])
-        return self._tracked.is_progress(_clocks(decode_state(tree, payload)))
+        return True
 
 
 def size_of(pieces: Sequence[Piece]) -> int:
@@ -200,10 +197,13 @@ def require_few(pieces: Sequence[Piece], most: int, seconds: float) -> None:
 
 
 def _of_run(
-    tables: dict[str, dict[str, torch.Tensor]], collisions: CollisionState | None
+    tables: dict[str, dict[str, torch.Tensor]],
+    progress: Mapping[str, OptimizerClock],
+    collisions: CollisionState | None,
 ) -> dict[str, object]:
-    """Return what is held beside states, clocks and generators, see ``HeldStates``."""
-    return {_TABLES: tables, **_of_collisions(collisions)}
+    """Return what is held beside states, see ``HeldStates``."""
+    clocks = msgspec.msgpack.encode(_packed(progress))
+    return {_TABLES: tables, _PROGRESS: clocks, **_of_collisions(collisions)}
 
 
 def _of_collisions(state: CollisionState | None) -> dict[str, object]:
@@ -211,17 +211,6 @@ def _of_collisions(state: CollisionState | None) -> dict[str, object]:
     if state is None:
         return {}
     return {_FACTS: msgspec.msgpack.encode(state.facts), _COLLISIONS: state.tensors}
-
-
-def _of_clocks(progress: Mapping[str, OptimizerClock]) -> list[Piece]:
-    return section({_PROGRESS: msgspec.msgpack.encode(_packed(progress))})
-
-
-def _clocks(content: dict[str, bytes]) -> dict[str, OptimizerClock]:
-    """Return what ``_of_clocks`` was given."""
-    packed = msgspec.msgpack.decode(content[_PROGRESS])
-    clocks = [(each["tables"], OptimizerClock(**each["clock"])) for each in packed]
-    return {table: clock for tables, clock in clocks for table in tables}
 
 
 def _packed(progress: Mapping[str, OptimizerClock]) -> list[dict[str, Any]]:
@@ -281,7 +270,9 @@ class HeldStates:
                 parts |= {part["name"]: part["value"] for part in own.get(PARTS, ())}
                 sharded += map(_header, own.get(_SHARDED, ()))
                 found |= own
-            progress = _clocks(found)
+            packed = msgspec.msgpack.decode(found[_PROGRESS])
+            clocks = [(each["tables"], OptimizerClock(**each["clock"])) for each in packed]
+            progress = {table: clock for tables, clock in clocks for table in tables}
             facts = msgspec.msgpack.decode(found.get(_FACTS, _NONE), type=dict[str, Facts])
             collisions = CollisionState(facts, found.get(_COLLISIONS, {}))
             of_run = progress, found[_GENERATORS], collisions
@@ -297,6 +288,6 @@ class HeldStates:
         object may be asked, since the other ranks' are not. There are no ``parts``.
         """
         states = {name: decode_state(*tree) for name, tree in self.trees.items()}
-        of_run = _of_run(self.tables, self.collisions)
-        generators = section({_GENERATORS: generators_state()})
-        return [*section({STATES: states, **of_run}), *_of_clocks(self.progress), *generators]
+        of_run = _of_run(self.tables, self.progress, self.collisions)
+        generators = {_GENERATORS: generators_state()}
+        return [*section({STATES: states, **of_run}), *section(generators)]

@@ -112,10 +112,6 @@ class StepJournal:
     def missed(self, why: str) -> None:
         """Note that rows change unjournaled: the steps done so far can't be gone back to."""
         self._changes += 1
-        self.pass_by(f"rows of tables change, and {why}")
-
-    def pass_by(self, why: str) -> None:
-        """Put the steps done so far out of reach."""
         try:
             self._words.publish(Word.FLOOR, self._words[Word.DONE] + 1)
         except NoImage:  # nobody knows the step: the image is given up at the step's end
@@ -123,8 +119,8 @@ class StepJournal:
         if not self._told:
             self._told = True
             logger.warning(
-                "%s: until the end of this step, and of each that does so, a killed process means "
-                "a restore from the newest checkpoint",
+                "rows of tables change, and %s: until the end of this step, and of each that does "
+                "so, a killed process means a restore from the newest checkpoint",
                 why,
             )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,13 +62,6 @@ _CORRECTS_BIAS = frozenset(
 )
 
 
-_USES_COUNT = (
-    "_used_rowwise_adagrad_with_counter",
-    "_used_rowwise_adagrad_with_global_weight_decay",
-)
-"""FBGEMM's attributes that tell of weight decay by the counter."""
-
-
 @dataclass(frozen=True)
 class OptimizerClock:
     """The state of a table's optimizer besides its rows.
@@ -98,27 +91,6 @@ def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerClock]:
             progress = OptimizerClock(int(tbe.iter.item()), float(group["lr"]), options)
             found.update({shard.table: progress for shard in kernel.shards})
     return found
-
-
-def without_idle_counters(
-    kernels: Iterable[Kernel], progress: Mapping[str, OptimizerClock]
-) -> dict[str, OptimizerClock]:
-    """Leave out the counters that no update uses, row-wise Adagrad's: FBGEMM counts lookups there,
-    those of evaluations as well.
-    """
-    found = dict(progress)
-    for kernel in kernels:
-        if kernel.data_parallel or not _has_idle_counter(kernel.module._emb_module):
-            continue
-        for table in {shard.table for shard in kernel.shards} & found.keys():
-            options = {k: v for k, v in found[table].options.items() if k != f"{_KERNEL}step"}
-            found[table] = replace(found[table], step=None, options=options)
-    return found
-
-
-def _has_idle_counter(tbe: Any) -> bool:
-    used = any(getattr(tbe, name, False) for name in _USES_COUNT)
-    return bool(tbe.optimizer == EmbOptimType.EXACT_ROWWISE_ADAGRAD and not used)
 
 
 def set_table_progress(kernels: Iterable[Kernel], progress: Mapping[str, OptimizerClock]) -> None:

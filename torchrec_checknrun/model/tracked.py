@@ -39,12 +39,7 @@ from torchrec_checknrun.model.kernels import (
     find_modules,
 )
 from torchrec_checknrun.model.module_tree import ModuleTree
-from torchrec_checknrun.model.progress import (
-    OptimizerClock,
-    set_table_progress,
-    table_progress,
-    without_idle_counters,
-)
+from torchrec_checknrun.model.progress import OptimizerClock, set_table_progress, table_progress
 from torchrec_checknrun.model.resharding import (
     Collections,
     all_states_moved,
@@ -283,12 +278,6 @@ class TrackedModel(TrackedTables):
     def progress(self) -> dict[str, OptimizerClock]:
         """Return the clocks of the tables' optimizers, by table with a shard on this rank."""
         return table_progress(self._kernels())
-
-    def is_progress(self, earlier: Mapping[str, OptimizerClock]) -> bool:
-        """Return whether updates go on from earlier clocks as from the present ones."""
-        kernels = self._kernels()
-        present = without_idle_counters(kernels, self.progress())
-        return without_idle_counters(kernels, earlier) == present
 
     def beside_rows(self) -> tuple[dict[str, OptimizerClock], CollisionState | None]:
         """Return what a checkpoint stores of the tables beside rows: ``progress``, and the state of
