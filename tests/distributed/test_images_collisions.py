@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tempfile
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 
 from tests.distributed import references
 from tests.distributed.collisions import (
@@ -36,6 +38,11 @@ pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was n
 Workers = Callable[[int], WorkerPool]
 STEPS = 11
 """Steps of the whole run; ids are evicted every third step."""
+PIPELINES: dict[str, Any] = {
+    "sparse_dist": TrainPipelineSparseDist,
+    # Not semi-synchronous yet: it looks a batch up after the last update, before the step's end.
+    "semi_sync": functools.partial(TrainPipelineSemiSync, start_batch=100),
+}
 
 
 class Life:
@@ -46,14 +53,14 @@ class Life:
         root: str,
         memory: str | None,
         spec: Options,
-        pipelined: bool = False,
+        pipeline: str = "",
         partial: PartialRecovery | None = None,
     ) -> None:
         files._mapped.clear()
         self.zoo = build(Spec(**spec))
         self._pipeline = None
-        if pipelined:
-            self._pipeline = TrainPipelineSparseDist(self.zoo.model, self.zoo.optimizer, CPU)
+        if pipeline:
+            self._pipeline = PIPELINES[pipeline](self.zoo.model, self.zoo.optimizer, CPU)
         self._batches: Any = None
         self.saver = Checkpointer(
             root,
@@ -104,20 +111,20 @@ def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return others + references.differences(found["state"], wanted["state"], None)
 
 
-def survive(folder: str, memory: str, spec: Options, pipelined: bool, at: int) -> Any:
+def survive(folder: str, memory: str, spec: Options, pipeline: str, at: int) -> Any:
     """Die after ``at`` steps in the next one, go on by images to the end; tell what differs."""
     with no_streams(), on_device(Spec(**spec)), warnings_logged() as told:
-        calm = Life(f"{folder}/calm", None, spec, pipelined)
+        calm = Life(f"{folder}/calm", None, spec, pipeline)
         calm.train(STEPS)
         wanted = content(calm.zoo)
         assert all(module._last_eviction_iter > at for module in calm.zoo.modules.values())
         calm.saver.close()
-        life = Life(f"{folder}/root", memory, spec, pipelined)
+        life = Life(f"{folder}/root", memory, spec, pipeline)
         life.restore()
         life.train(at)
         for torn in (True, False):  # the second one right after it has gone back
             life.die(torn)
-            life = Life(f"{folder}/root", memory, spec, pipelined)
+            life = Life(f"{folder}/root", memory, spec, pipeline)
             report = life.restore()
             assert report is not None
             assert (report.source, report.step, life.zoo.steps) == ("images", at, at)
@@ -125,7 +132,7 @@ def survive(folder: str, memory: str, spec: Options, pipelined: bool, at: int) -
         found = content(life.zoo)
         life.saver.save()
         life.saver.close()
-        other = Life(f"{folder}/root", None, spec, pipelined)
+        other = Life(f"{folder}/root", None, spec, pipeline)
         other.restore()
         stored = differing(content(other.zoo), found)
         other.saver.close()
@@ -154,14 +161,17 @@ def test_ids_are_mapped_as_in_an_undisturbed_run(
             "spec": spec,
             "at": at,
         }
-        found = workers(ranks).run(survive, pipelined=False, **arguments)
+        found = workers(ranks).run(survive, pipeline="", **arguments)
     assert found == [[[], [], False]] * ranks
 
 
-def test_a_pipeline_that_maps_ids_ahead_is_told_of(workers: Workers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_a_pipeline_that_maps_ids_ahead_is_told_of(
+    pipeline: str, workers: Workers, tmp_path: Path
+) -> None:
     with tempfile.TemporaryDirectory(prefix="checknrun-test-", dir="/dev/shm") as memory:
         arguments: dict[str, Any] = {"folder": str(tmp_path), "memory": memory, "spec": {}}
-        found = workers(2).run(survive, pipelined=True, at=4, **arguments)
+        found = workers(2).run(survive, pipeline=pipeline, at=4, **arguments)
     for differences, stored, ahead in found:
         assert ahead or not differences, differences[:3]
         assert stored == []

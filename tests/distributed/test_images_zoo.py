@@ -15,8 +15,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+from torchrec.distributed.train_pipeline import (
+    TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.train_pipeline.experimental_pipelines import TrainEvalHybridPipelineBase
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDistLite,
+)
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
 from tests.distributed import references, zoo
@@ -37,6 +45,9 @@ TORN, STEPS = 5, 9
 PIPELINES: dict[str, Any] = {
     "base": TrainPipelineBase,
     "sparse_dist": TrainPipelineSparseDist,
+    "lite": TrainPipelineSparseDistLite,
+    "fused": TrainPipelineFusedSparseDist,
+    "hybrid": TrainEvalHybridPipelineBase,
     "semi_sync": functools.partial(TrainPipelineSemiSync, start_batch=0),
 }
 
@@ -205,6 +216,8 @@ CASES = [
     ("vbe", "one_rank", "plain"),
     *(("bags", "rows", how) for how in ("fp16", "clipped_warm_up", "sam")),
     *(("bags", plan, how) for plan in ("rows", "columns") for how in ("base", "sparse_dist")),
+    *(("bags", "rows", how) for how in ("lite", "hybrid")),
+    *((kind, "rows", "fused") for kind in ("bags", "vbe", "weighted", "feature_processed")),
 ]
 
 

@@ -18,9 +18,13 @@ import torch
 from torchrec.distributed.train_pipeline import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
     TrainPipelineSparseDist,
 )
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+from torchrec.distributed.train_pipeline.train_pipelines import (
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDistLite,
+)
 
 from tests.distributed import collisions, layouts, models
 from tests.distributed.fused_on_cpu import any_fused_optimizer
@@ -47,6 +51,8 @@ def pipelined(root: str, pipeline: str, plan: dict[str, str]) -> list[int]:
     kinds: dict[str, Any] = {
         "base": TrainPipelineBase,
         "sparse_dist": TrainPipelineSparseDist,
+        "lite": TrainPipelineSparseDistLite,
+        "fused": TrainPipelineFusedSparseDist,
         "prefetch": PrefetchTrainPipelineSparseDist,
         "semi_sync": TrainPipelineSemiSync,
     }
@@ -65,7 +71,7 @@ def pipelined(root: str, pipeline: str, plan: dict[str, str]) -> list[int]:
     some_of(
         [
             (pipeline, plan)
-            for pipeline in ("base", "sparse_dist", "prefetch", "semi_sync")
+            for pipeline in ("base", "sparse_dist", "prefetch", "semi_sync", "lite", "fused")
             for plan in ("rows", "columns", "mixed")
             # That pipeline steps replicas before their backward pass.
             if (pipeline, plan) != ("semi_sync", "mixed")

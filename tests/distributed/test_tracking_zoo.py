@@ -155,6 +155,7 @@ class _Device:
     Stream = Event = staticmethod(lambda *_, **__: _Stream())
     stream = staticmethod(lambda *_, **__: _Stream())
     current_stream = staticmethod(lambda *_, **__: _Stream())
+    synchronize = staticmethod(lambda: None)
     is_available = staticmethod(lambda: False)  # asked by a torch that was built for CUDA
 
 

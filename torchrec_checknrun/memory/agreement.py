@@ -24,6 +24,7 @@ class Found:
         steps: the steps whose end can be gone back to.
         heads: ids of checkpoints that the image may descend from: the last one known to be
             committed (None: none was), and those begun since.
+        ahead: of these, each with the last step that it may hold more than the end of.
         holds_rows: whether the rank has rows of sharded tables, image or not.
         losses: what partial recoveries have cost so far.
     """
@@ -33,6 +34,7 @@ class Found:
     done: int = -1
     steps: tuple[int, ...] = ()
     heads: tuple[str | None, ...] = ()
+    ahead: tuple[tuple[str | None, int], ...] = ()
     holds_rows: bool = True
     losses: tuple[Loss, ...] = ()
 
@@ -98,6 +100,9 @@ def decide(
             by_reason.setdefault(what, []).append(rank)
         elif step < newest.step:
             what = f"it is of step {step}, older than {newest.id} of step {newest.step}"
+            by_reason.setdefault(what, []).append(rank)
+        elif step <= dict(image.ahead).get(newest.id, -1):
+            what = f"{newest.id} holds what was changed after the end of step {step}"
             by_reason.setdefault(what, []).append(rank)
     return refusal(by_reason) if by_reason else Decision(step)
 

@@ -33,6 +33,7 @@ class KeptDescent:
         clock: tells the present interval.
         kept: by shard.
         known: as last written or read.
+        ahead_of: the last step at a save that was not begun as it ended, but may hold more.
     """
 
     known: Descent
@@ -41,6 +42,7 @@ class KeptDescent:
         self._record = record
         self._marks = marks
         self.clock = IntervalClock()
+        self.ahead_of = -1
         sizes = [each.rows + 1 for each in marks]
         self.kept = [KeptMarks(part, self.clock) for part in memory[: sum(sizes)].split(sizes)]
 
@@ -121,10 +123,17 @@ class KeptDescent:
         """Return the checkpoints that the image may descend from."""
         return (self.known.head, *(attempt.id for attempt in self.known.attempts))
 
+    @property
+    def ahead(self) -> tuple[tuple[str | None, int], ...]:
+        """Return ``heads``, each with the last step that it may hold more than the end of."""
+        known = self.known
+        attempts = ((attempt.id, attempt.ahead_of) for attempt in known.attempts)
+        return ((known.head, known.ahead_of), *attempts)
+
     def begin(self, id: str, full: bool) -> None:
         """Note a checkpoint that is about to be cut: from now on rows change in a new interval."""
         known = self.known
-        attempt = Attempt(id, known.interval, full)
+        attempt = Attempt(id, known.interval, full, self.ahead_of)
         attempts = (*known.attempts, attempt)[-_MOST_ATTEMPTS:]
         interval = known.interval + 1
         self._write(msgspec.structs.replace(known, attempts=attempts, interval=interval))
@@ -170,4 +179,5 @@ def _committed(known: Descent, attempt: Attempt) -> Descent:
         last=attempt.interval,
         baseline=attempt.interval if attempt.full else known.baseline,
         attempts=(),
+        ahead_of=attempt.ahead_of,
     )

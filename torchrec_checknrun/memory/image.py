@@ -120,8 +120,7 @@ class RankImage:
         words = self._areas.words
         done, floor = words[Word.DONE], words[Word.FLOOR]
         self._make_journal(self._areas).verify()
-        whole = StepStates(self._areas).steps
-        steps = tuple(step for step in whole if floor <= step <= done)
+        steps = tuple(s for s in StepStates(self._areas).steps if floor <= s <= done)
         if (goal := words[Word.GOAL] - 1) >= 0:
             done, steps = goal, tuple(step for step in steps if step == goal)
         return Found(
@@ -129,6 +128,7 @@ class RankImage:
             done=done,
             steps=steps,
             heads=self._descent.heads,
+            ahead=self._descent.ahead,
             holds_rows=self._holds_rows,
             losses=self._descent.known.losses,
         )
@@ -293,8 +293,8 @@ class RankImage:
     # ------------------------------------------------------------------ checkpoints
 
     def before_save(self) -> None:
-        """Note that a checkpoint may hold more than the end of the last step: then that step must
-        not be gone back to, since the checkpoint would be newer.
+        """Note whether a checkpoint may hold more than the end of the last step, which must not be
+        gone back to then once the checkpoint is committed.
         """
         if self._journal is None or self._areas is None:
             self._ask_alike()
@@ -306,7 +306,7 @@ class RankImage:
             return
         is_at = self._is_at(done)  # first: it asks the objects, on all ranks alike
         if self._journal.is_open or not is_at:
-            self._journal.pass_by("a checkpoint holds what was changed since a step's end")
+            self._descent.ahead_of = done
 
     def cut(self, id: str, full: bool) -> None:
         """Note a checkpoint whose marks are about to be cut."""

@@ -79,7 +79,8 @@ class ShardMemory:
             shards = [shard.local for shard in self.shards if shard.writes is watch]
             rows = [shard.rectangle.rows for shard in shards]
             small = sum(tensor.nbytes for shard in shards for tensor in shard.tensors) <= most
-            watch.journal = KernelJournal(journal, first, rows, small)
+            moves = bool(watch.kernel.touches_other_rows or self._tracked.collisions.modules)
+            watch.journal = KernelJournal(journal, first, rows, small, moves)
             first += len(rows)
 
     def watch_loads(self, model: nn.Module, missed: Callable[[], None]) -> None:

@@ -49,8 +49,6 @@ class StepJournal:
 
     Attributes:
         rows, changed: how many rows were put back, and how many of them the step had changed.
-        ahead: lookups whose backward pass may still come; those of evaluations, and what activation
-            checkpointing looks up again, go with their graph.
     """
 
     def __init__(
@@ -70,7 +68,13 @@ class StepJournal:
         self._open: int | None = None
         self._told = self._told_ahead = False
         self.rows = self.changed = 0
-        self.ahead: weakref.WeakSet[Lookup] = weakref.WeakSet()
+        self._pending: weakref.WeakSet[Lookup] = weakref.WeakSet()
+        """Lookups whose backward pass may still come; those of evaluations, and what activation
+        checkpointing looks up again, go with their graph.
+        """
+        self._ahead: weakref.WeakSet[Lookup] = weakref.WeakSet()
+        """Lookups before the end of a step that would be others after it."""
+        self._changes = 0
 
     @staticmethod
     def clear(areas: Areas) -> None:
@@ -88,6 +92,7 @@ class StepJournal:
             offsets: place of each feature's first id, and the end.
             shards: each feature's shard.
         """
+        self._changes += 1
         try:
             ids = values.to(torch.int64).contiguous()
             place = self._begin() if self._open is None else self._open
@@ -106,10 +111,7 @@ class StepJournal:
 
     def missed(self, why: str) -> None:
         """Note that rows change unjournaled: the steps done so far can't be gone back to."""
-        self.pass_by(f"rows of tables change, and {why}")
-
-    def pass_by(self, why: str) -> None:
-        """Put the steps done so far out of reach."""
+        self._changes += 1
         try:
             self._words.publish(Word.FLOOR, self._words[Word.DONE] + 1)
         except NoImage:  # nobody knows the step: the image is given up at the step's end
@@ -117,8 +119,8 @@ class StepJournal:
         if not self._told:
             self._told = True
             logger.warning(
-                "%s: until the end of this step, and of each that does so, a killed process means "
-                "a restore from the newest checkpoint",
+                "rows of tables change, and %s: until the end of this step, and of each that does "
+                "so, a killed process means a restore from the newest checkpoint",
                 why,
             )
 
@@ -127,17 +129,28 @@ class StepJournal:
         """Return whether rows have changed since the last step's end."""
         return self._open is not None
 
-    def end_step(self) -> None:
-        """Close the present journal, once the step's end is published."""
-        self._open = None
-        if self.ahead and not self._told_ahead:
+    def looked_up(self, lookup: Lookup, moves: bool) -> None:
+        """Note a lookup that a backward pass may follow, and whether it moves state by itself."""
+        lookup.changes = _NONE if moves else self._changes
+        self._pending.add(lookup)
+
+    def goes_back(self, lookup: Lookup) -> None:
+        """Note that the backward pass has come to a lookup; warn of the first one that was made
+        before the end of a step, where a new process would look up other values.
+        """
+        self._pending.discard(lookup)
+        if lookup in self._ahead and not self._told_ahead:
             self._told_ahead = True
             logger.warning(
                 "a batch was looked up before the end of the step before it, as semi-synchronous "
-                "pipelines do (or was only evaluated, without torch.no_grad, and its output is "
-                "still there): after a killed process such a batch is looked up again, and the run "
+                "pipelines do: after a killed process such a batch is looked up again, and the run "
                 "is not the same bit for bit"
             )
+
+    def end_step(self) -> None:
+        """Close the present journal, once the step's end is published."""
+        self._open = None
+        self._ahead.update(each for each in self._pending if each.changes < self._changes)
 
     def verify(self) -> None:
         """Check that the journals can be undone; change nothing.
@@ -194,21 +207,25 @@ class KernelJournal:
         first: the number of the kernel's first shard among the rank's.
         rows: of each of its shards.
         small: whether all rows may be journaled at once.
+        moves: whether lookups move state by themselves: maps of ids, averages of rows.
     """
 
-    def __init__(self, journal: StepJournal, first: int, rows: Sequence[int], small: bool) -> None:
+    def __init__(
+        self, journal: StepJournal, first: int, rows: Sequence[int], small: bool, moves: bool
+    ) -> None:
         self._journal = journal
+        self._moves = moves
         self._first = first
         self._rows = rows
         self._small = small
 
     def looked_up(self, lookup: Lookup) -> None:
         """Note a lookup that a backward pass may follow."""
-        self._journal.ahead.add(lookup)
+        self._journal.looked_up(lookup, self._moves)
 
     def goes_back(self, lookup: Lookup) -> None:
         """Note that the backward pass has come to a lookup."""
-        self._journal.ahead.discard(lookup)
+        self._journal.goes_back(lookup)
 
     def before_update(
         self, values: torch.Tensor, offsets: list[int], feature_to_shard: list[int]

@@ -31,7 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class Lookup:
-    """A lookup that a backward pass may follow; lives as long as that is possible."""
+    """A lookup that a backward pass may follow; lives as long as that is possible.
+
+    Attributes:
+        changes: how often the journal had heard of changed rows by then.
+    """
+
+    changes = 0
 
 
 class Journal(Protocol):

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, overload
 
 from torch import nn
@@ -30,6 +29,7 @@ from torchrec_checknrun.run.assembly import Assembly
 from torchrec_checknrun.run.by_hand import WrittenByHand
 from torchrec_checknrun.run.facts import Begun, not_begun, not_begun_at_the_end
 from torchrec_checknrun.run.restoring import Restoring
+from torchrec_checknrun.run.waiting import warn_of_end
 from torchrec_checknrun.save.background import BackgroundKind
 from torchrec_checknrun.save.parent_content import DenseForm
 from torchrec_checknrun.schedule.triggers import Trigger
@@ -358,15 +358,12 @@ class Checkpointer(WrittenByHand):
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         elif not self._caller.closed:  # the other ranks may never arrive: wait for none
+            if isinstance(error, StopIteration):
+                warn_of_end(self._saver.running)
             self._release(failed=True)
 
     def _release(self, failed: bool = False) -> None:

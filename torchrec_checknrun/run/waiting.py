@@ -70,6 +70,22 @@ def finish_at_exit(save: Save) -> None:
         save.leave()
 
 
+def warn_of_end(save: Save | None) -> None:
+    """Warn that the end of the data has ended a Checkpointer as an error does.
+
+    Args:
+        save: the last one that was begun, if its outcome was not noted.
+    """
+    given_up = ""
+    if save is not None and not save.done:
+        given_up = f", and the checkpoint of step {save.proposal.header.step} is given up"
+    logger.warning(
+        "StopIteration, with which TorchRec's pipelines end, has left the Checkpointer's with "
+        "block, as an error does: nothing more is saved%s. Catch it inside the block",
+        given_up,
+    )
+
+
 def still_hanging(step: int, ranks: list[int]) -> SaveFailed:
     """Return the error of a save that can't begin while an earlier one hangs on ``ranks``."""
     return SaveFailed(

@@ -44,11 +44,13 @@ class Attempt(msgspec.Struct, frozen=True):
         id: of the checkpoint.
         interval: the one that ended with its cut.
         full: whether it holds all rows.
+        ahead_of: the step that was done when it was begun, if it may hold what was changed since.
     """
 
     id: str
     interval: int
     full: bool
+    ahead_of: int = -1
 
 
 class Descent(msgspec.Struct, frozen=True):
@@ -64,6 +66,7 @@ class Descent(msgspec.Struct, frozen=True):
         lossy_restores: restores from lossy checkpoints so far.
         must_be_full: whether the next checkpoint must be full.
         losses: what partial recoveries have cost so far.
+        ahead_of: of the head, see ``Attempt``.
     """
 
     lineage: str
@@ -75,6 +78,7 @@ class Descent(msgspec.Struct, frozen=True):
     lossy_restores: int
     must_be_full: bool
     losses: tuple[Loss, ...] = ()
+    ahead_of: int = -1
 
 
 class Areas:

@@ -10,10 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.train_pipeline import (
+    StagedTrainPipeline,
+    TrainPipelineBase,
+    train_pipelines,
+)
+from torchrec.distributed.train_pipeline.gradient_accumulation import (
+    GradientAccumulationConfig,
+    GradientAccumulationWrapper,
+)
+from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
 from torchrec.streamable import Pipelineable
 
 from tests.crash.save_sweep import alone
+from tests.distributed.test_tracking_zoo import _Stream, no_streams
 from tests.unit.integrations.test_trainers import CUT, EVERY, STEPS, Net, Reader, optimizer
 from torchrec_checknrun import Checkpointer
 
@@ -97,6 +107,45 @@ def test_every_batch_is_trained_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     saved = CUT - CUT % EVERY
     assert train(tmp_path, trained, STEPS) == [*range(saved + 1, STEPS + 1)]
     assert "ahead of training" not in caplog.text
+
+
+def pipeline_of(kind: str, net: Any, adam: Any) -> Any:
+    """Make a pipeline of TorchRec's."""
+    device = torch.device("cpu")
+    if kind == "StagedTrainPipeline":
+        with no_streams():
+            return StagedTrainPipeline([PipelineStage("copy", Number.to, _Stream())])
+    if kind == "accumulated":
+        inner, config = TrainPipelineBase(net, adam, device), GradientAccumulationConfig(True, 2)
+        return GradientAccumulationWrapper(inner, adam, net, config)
+    return getattr(train_pipelines, kind)(net, adam, device)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("TrainPipelineBase", "TrainPipelineBase"),
+        ("TrainPipelineSparseDistLite", "TrainPipelineSparseDistLite"),
+        ("StagedTrainPipeline", "StagedTrainPipeline"),
+        ("accumulated", "TrainPipelineBase"),
+        ("TrainPipelinePT2", None),
+        ("EvalPipelineSparseDist", None),
+        ("EvalPipelineFusedSparseDist", None),
+    ],
+)
+def test_pipelines_that_read_ahead_are_named(
+    kind: str, told: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Losses()
+    adam, _ = optimizer(net)
+    pipeline = pipeline_of(kind, net, adam)
+    state: dict[str, Any] = {"adam": adam, "loader": Loader(None)}
+    with Checkpointer(tmp_path, model=net, state=state) as saver:
+        saver.step()
+    found = [line.split()[1] for line in caplog.messages if "ahead of training" in line]
+    assert found == [told] * (told is not None)
+    del pipeline
 
 
 @pytest.mark.filterwarnings("ignore")

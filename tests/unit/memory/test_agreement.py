@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torchrec_checknrun.memory.agreement import Found, Newest, decide
 
 HERE = Found(incarnation="x", done=8, steps=(8, 7), heads=("old", "new"))
+AHEAD = replace(HERE, ahead=(("old", -1), ("new", 8)))
+"""An image of a run that began its last checkpoint after more than the end of step 8."""
 
 
 def test_the_newest_step_of_all_is_the_oldest_newest_of_one() -> None:
@@ -30,12 +32,20 @@ def test_the_newest_step_of_all_is_the_oldest_newest_of_one() -> None:
         (HERE, Newest(), "ranks 0, 1: no checkpoint is there, from which it does not descend"),
         (HERE, Newest("new", 9), "it is of step 8, older than new of step 9"),
         (replace(HERE, heads=("old",)), Newest("new", 5), "rank 1: new is the newest"),
+        (AHEAD, Newest("new", 8), "rank 1: new holds what was changed after the end of step 8"),
     ],
 )
 def test_each_reason_is_told(other: Found, newest: Newest, reason: str) -> None:
     decision = decide([HERE, other], newest)
     assert decision.step is None
     assert any(reason in each for each in decision.reasons), decision.reasons
+
+
+def test_a_checkpoint_of_more_than_a_step_counts_once_it_is_committed() -> None:
+    assert decide([AHEAD, HERE], Newest("old", 5)).step == 8
+    after = replace(AHEAD, done=9, steps=(9, 8))
+    assert decide([after, after], Newest("new", 8)).step == 9
+    assert decide([after, AHEAD], Newest("new", 8)).step is None
 
 
 def test_without_any_checkpoint_images_begun_without_one_count() -> None:

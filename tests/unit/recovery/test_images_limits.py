@@ -130,19 +130,6 @@ def test_memory_that_is_replaced_ends_images_with_one_warning(
     assert "not filled, or was being overwritten" in report.without_images[0]
 
 
-def test_lookups_before_the_last_update_are_told_once(
-    lives: Lives, caplog: pytest.LogCaptureFixture
-) -> None:
-    job, saver = lives.begin()
-    saver.restore()
-    train(job, saver, 2)
-    assert "looked up before" not in caplog.text
-    ahead = job.loss(*job.batch(2))
-    train(job, saver, 2)
-    assert caplog.text.count("looked up before") == 1
-    del ahead
-
-
 def test_a_state_that_can_t_be_stored_ends_images(
     lives: Lives, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -376,3 +377,14 @@ def test_a_run_fails_while_the_background_lets_go_of_its_rows(
     saver.__exit__(ValueError, ValueError("says the test"), None)
     rows.close.assert_called_once()
     assert not any(lease._root.url == saver.root.url for lease in Lease._held)
+
+
+def test_the_end_of_the_data_outside_of_the_block_is_told(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "write_rank_file", lambda *_: time.sleep(0.5))
+    with suppress(StopIteration), checkpointer(tmp_path, job, every_steps=2) as saver:
+        train(job, saver, 2)
+        raise StopIteration
+    (line,) = (line for line in caplog.messages if "StopIteration" in line)
+    assert "the checkpoint of step 2 is given up" in line
