@@ -76,12 +76,21 @@ class Collisions:
     Attributes:
         modules: by state-dict path.
         rows: by path, the rows of its table that the module maps ids to.
+        whole: paths of modules that are not sharded, as beside a collection that is sharded without
+            them; each rank has its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, ManagedCollisionModule] = {}
         self.rows: dict[str, Span] = {}
-        for path, collection in find_modules(model, (ShardedManagedCollisionCollection,)):
+        self.whole: set[str] = set()
+        kinds = (ShardedManagedCollisionCollection, MCHManagedCollisionModule)
+        for path, collection in find_modules(model, kinds):
+            if isinstance(collection, MCHManagedCollisionModule):
+                self.modules[path] = collection
+                self.rows[path] = (0, collection.output_size())
+                self.whole.add(path)
+                continue
             prefix = f"{path}.{MODULES}" if path else MODULES
             for table, module in collection._managed_collision_modules.items():
                 start, rows, _ = collection._mc_module_name_shard_metadata[table]
