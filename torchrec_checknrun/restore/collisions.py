@@ -94,10 +94,12 @@ class CollisionRestore:
             if module is None:
                 continue
             self._parts[path] = []
-            for name, entry in entries.items():
+            lowest: set[Span] = set()  # of ranks that hold the same rows, of other sharding groups
+            for name, entry in sorted(entries.items(), key=lambda item: item[1].rank):
                 facts = entry.modules.get(path)
-                if facts is None:
+                if facts is None or facts.rows in lowest:
                     continue
+                lowest.add(facts.rows)
                 _check_facts(path, facts, facts_of(module, own), where)
                 if own[0] <= facts.rows[0] and facts.rows[1] <= own[1]:
                     self._parts[path].append(_Part(entry.rank, facts))
