@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -74,6 +75,8 @@ class Spec:
     raw_ids: int = RAW_IDS
     grown: int = 0
     buckets: int = 4
+    apart: bool = False
+    """True if the tables are sharded and the maps are not: each rank has its own."""
     suffix: str = ""
     device: str = "cpu"
 
@@ -164,10 +167,13 @@ def build(spec: Spec, seed: int = 1) -> CollisionZoo:
     sharder: Any = ManagedCollisionEmbeddingCollectionSharder()
     if spec.bag:
         sharder = ManagedCollisionEmbeddingBagCollectionSharder()
+    at = "embeddings"
+    if spec.apart:
+        sharder, at = EmbeddingBagCollectionSharder(), f"{at}._embedding_module"
     net, collection = net_of(spec, torch.device("meta"))
     plan = dict.fromkeys(spec.rows, "row_wise")
     device = torch.device(spec.device)
-    parts = shard_net(net, collection, sharder, plan, spec.fused, device=device)
+    parts = shard_net(net, collection, sharder, plan, spec.fused, device=device, at=at)
     zoo = CollisionZoo(*parts, "collisions")
     zoo.device = device
     return zoo

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.collisions import CollisionZoo, Spec, rows_of
 from tests.distributed.small_job import Workers
-from tests.distributed.two_dimensional import ROWS, AveragedJob
+from tests.distributed.two_dimensional import ROWS, AveragedJob, averaged_zoo
 from tests.distributed.watch import warnings_said
 from torchrec_checknrun import Checkpointer, Quantization
 
 
-def rows_of(saver: Checkpointer) -> dict[str, Any]:
+def shards_of(saver: Checkpointer) -> dict[str, Any]:
     """Return this rank's shards with their optimizer state, as bytes."""
     return {
         f"{shard.local} {i}": tensor.detach().numpy().tobytes().hex()
@@ -35,16 +36,16 @@ def go_on(root: str, sync: bool, options: dict[str, Any]) -> list[Any]:
             second = saver.save()
             assert first is not None
             assert second is not None
-            found.append(rows_of(saver))
+            found.append(shards_of(saver))
             job.train(saver, 2)
-            found.append(rows_of(saver))
+            found.append(shards_of(saver))
         again = AveragedJob(seed=5)
         with again.checkpointer(root, **options) as saver:
             assert saver.restore() is not None
             again.steps = saver.steps
-            found.append(rows_of(saver))
+            found.append(shards_of(saver))
             again.train(saver, 2)
-            found.append(rows_of(saver))
+            found.append(shards_of(saver))
     kinds = [first.kind, second.kind]
     rows = [first.modified_rows, second.modified_rows]
     return [found, kinds, rows, told]
@@ -99,3 +100,35 @@ def test_differences_are_not_for_averaged_tables(workers: Workers, tmp_path: Pat
         texts = [text for text in told if "fisher" in text]
         assert len(texts) == 2 * (rank == 0)  # of each Checkpointer
         assert all("bags.embedding_bags.t0, bags.embedding_bags.t1: several" in t for t in texts)
+
+
+def mapped(zoo: CollisionZoo, saver: Checkpointer) -> dict[str, Any]:
+    maps = {table: sorted(rows_of(module).items()) for table, module in zoo.modules.items()}
+    return {"rows": shards_of(saver), "maps": maps, "history": zoo.history()}
+
+
+def save_maps(root: str) -> list[Any]:
+    zoo = averaged_zoo(Spec())
+    with warnings_said() as told, Checkpointer(root, model=zoo.model) as saver:
+        for _ in range(4):  # ids are evicted every third step
+            zoo.train()
+            saver.step()
+        saver.save()
+        saved = mapped(zoo, saver)
+    zoo = averaged_zoo(Spec(), seed=7)
+    with Checkpointer(root, model=zoo.model) as saver:
+        assert saver.restore() is not None
+        return [saved, mapped(zoo, saver), told]
+
+
+def test_maps_of_averaged_tables(workers: Workers, tmp_path: Path) -> None:
+    """Store one group's maps with its rows and its ids since the last eviction, for all groups."""
+    results = workers(4).run(save_maps, root=str(tmp_path / "root"))
+    for rank, (saved, restored, told) in enumerate(results):
+        assert restored == results[rank - rank % 2][0]
+        assert (restored == saved) == (rank % 2 == 0)
+        assert all(history["seen"] for history in restored["history"].values())
+        texts = [text for text in told if "other rows" in text]
+        assert ["_managed_collision_modules.t0._mch_counts[0:24]" in text for text in texts] == [
+            True
+        ] * (rank == 0)

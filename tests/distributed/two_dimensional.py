@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import model_parallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     data_parallel,
@@ -21,9 +22,11 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.distributed.collisions import CollisionZoo, Spec, net_of
 from torchrec_checknrun import Checkpointer, Consecutive
 
 ROWS, DIM, GROUP = 40, 8, 2
@@ -49,6 +52,38 @@ def collection_on_cpu() -> type[Any]:
     exec(compile(source, "DMPCollection on a CPU", "exec"), names)
     found: type[Any] = names["OnCpu"]
     return found
+
+
+def averaged_zoo(spec: Spec, seed: int = 1) -> CollisionZoo:
+    """Build a model with managed collisions on four ranks; two groups of two hold all tables."""
+    torch.manual_seed(seed)
+    net, collection = net_of(spec, torch.device("meta"))
+    sharder: Any = ManagedCollisionEmbeddingBagCollectionSharder()
+    for table in collection.embedding_bags.values():
+        apply_optimizer_in_backward(torch.optim.Adagrad, table.parameters(), {"lr": 0.1})
+    tables = construct_module_sharding_plan(
+        net.embeddings,
+        dict.fromkeys(spec.rows, row_wise()),
+        sharder=sharder,
+        local_size=GROUP,
+        world_size=GROUP,
+        device_type="cpu",
+    )
+    model = averaged(net, ShardingPlan({"embeddings": tables}), sharder)
+    return CollisionZoo(model, CombinedOptimizer([model.fused_optimizer]), "collisions")
+
+
+def averaged(module: nn.Module, plan: ShardingPlan, sharder: Any) -> Any:
+    """Shard a module among the ranks of each group."""
+    return collection_on_cpu()(
+        module=module,
+        device=torch.device("cpu"),
+        plan=plan,
+        world_size=dist.get_world_size(),
+        sharding_group_size=GROUP,
+        global_pg=dist.group.WORLD,
+        sharders=[sharder],
+    )
 
 
 class Model(nn.Module):
@@ -87,15 +122,7 @@ class AveragedJob:
             world_size=GROUP,
             device_type="cpu",
         )
-        self.model = collection_on_cpu()(
-            module=module,
-            device=torch.device("cpu"),
-            plan=ShardingPlan({"bags": tables}),
-            world_size=dist.get_world_size(),
-            sharding_group_size=GROUP,
-            global_pg=dist.group.WORLD,
-            sharders=[sharder],
-        )
+        self.model = averaged(module, ShardingPlan({"bags": tables}), sharder)
         dense = [p for n, p in self.model.named_parameters() if "out" in n or "t2" in n]
         self.dense = torch.optim.Adagrad(dense, lr=0.1)
         self.steps = 0

@@ -251,8 +251,9 @@ def shard_net(
     dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     device: torch.device = CPU,
     nodes: int = 1,
+    at: str = "embeddings",
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Shard a net with the tables of ``collection``, and make its optimizers."""
+    """Shard a net's module ``at``, with the tables of ``collection``; make its optimizers."""
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     world = dist.get_world_size()
     os.environ["LOCAL_WORLD_SIZE"] = str(world // nodes)
@@ -262,7 +263,7 @@ def shard_net(
             optimizer = FUSED[fused if isinstance(fused, str) else fused[table]]
             apply_optimizer_in_backward(optimizer, [parameter], {"lr": 0.05})
     sharding = construct_module_sharding_plan(
-        net.embeddings,
+        net.get_submodule(at),
         {t: generator_of(kind, "fused" if fused == "ema" else None) for t, kind in plan.items()},
         sharder=sharder,
         local_size=world // nodes,
@@ -270,7 +271,7 @@ def shard_net(
         device_type=device.type,
     )
     model = DistributedModelParallel(
-        net, device=device, plan=ShardingPlan({"embeddings": sharding}), sharders=[sharder]
+        net, device=device, plan=ShardingPlan({at: sharding}), sharders=[sharder]
     )
     parameters = in_backward_optimizer_filter(model.named_parameters())
     wrapper = KeyedOptimizerWrapper(

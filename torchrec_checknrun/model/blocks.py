@@ -40,6 +40,8 @@ class Block:
         layout: the rows of the tensor's shards on all ranks, sorted; None if unknown.
         replica: whether another rank writes the same part.
         elsewhere: whether ranks outside of this one's device mesh may hold the same part.
+        averaged: whether ranks of other sharding groups hold the same part, with values of their
+            own from one average to the next, as ``LocalShard`` has it.
     """
 
     path: Path
@@ -49,6 +51,7 @@ class Block:
     layout: tuple[Span, ...] | None = None
     replica: bool = False
     elsewhere: bool = False
+    averaged: bool = False
 
     @property
     def rows(self) -> Span:
@@ -58,7 +61,8 @@ class Block:
     @property
     def summary(self) -> BlockSummary:
         """Return the summary for the global plan, without the digest."""
-        return BlockSummary(self.path, dtype_name(self.tensor.dtype), self.size, self.box)
+        dtype = dtype_name(self.tensor.dtype)
+        return BlockSummary(self.path, dtype, self.size, self.box, averaged=self.averaged)
 
     def pieces(self, chunk_bytes: int) -> Iterator[Box]:
         """Cut the part into pieces, one for each chunk.
@@ -122,6 +126,7 @@ class BlockSummary:
 
     Attributes:
         digest: of the block's values; None if no other rank may have the same part.
+        averaged: as of ``Block``.
     """
 
     path: Path
@@ -129,6 +134,7 @@ class BlockSummary:
     size: tuple[int, ...]
     box: Box
     digest: str | None = None
+    averaged: bool = False
 
 
 def check_blocks(path: Path, parts: list[tuple[BlockSummary, int]]) -> set[int]:
@@ -157,9 +163,10 @@ def check_blocks(path: Path, parts: list[tuple[BlockSummary, int]]) -> set[int]:
         known, known_rank = writers.setdefault(part.box, (part, rank))
         if known is part:
             continue
-        if part.box.volume and None in (part.digest, known.digest):
+        apart = part.box.volume > 0 and not (part.averaged and known.averaged)
+        if apart and None in (part.digest, known.digest):
             continue  # refused below as an overlap
-        if part.box.volume and part.digest != known.digest:
+        if apart and part.digest != known.digest:
             raise InvalidPlan(
                 f"{name}: ranks {known_rank} and {rank} hold {part.box} each on a mesh of its own, "
                 "with different values. To save them all, give them different names; if they "

@@ -12,12 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
 from torchrec_checknrun.boxes import Span
-from torchrec_checknrun.format.chunk import EncodedChunk
+from torchrec_checknrun.format.chunk import EncodedChunk, Path
 from torchrec_checknrun.format.entries import CollisionsEntry, Facts
 from torchrec_checknrun.model.kernels import find_modules
 from torchrec_checknrun.values.state import encode_state
@@ -76,12 +78,21 @@ class Collisions:
     Attributes:
         modules: by state-dict path.
         rows: by path, the rows of its table that the module maps ids to.
+        whole: paths of modules that are not sharded, as beside a collection that is sharded without
+            them; each rank has its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, ManagedCollisionModule] = {}
         self.rows: dict[str, Span] = {}
-        for path, collection in find_modules(model, (ShardedManagedCollisionCollection,)):
+        self.whole: set[str] = set()
+        kinds = (ShardedManagedCollisionCollection, MCHManagedCollisionModule)
+        for path, collection in find_modules(model, kinds):
+            if isinstance(collection, MCHManagedCollisionModule):
+                self.modules[path] = collection
+                self.rows[path] = (0, collection.output_size())
+                self.whole.add(path)
+                continue
             prefix = f"{path}.{MODULES}" if path else MODULES
             for table, module in collection._managed_collision_modules.items():
                 start, rows, _ = collection._mc_module_name_shard_metadata[table]
@@ -96,6 +107,20 @@ class Collisions:
             {path: facts_of(module, self.rows[path]) for path, module in self.modules.items()},
             {path: _history(module) for path, module in self.modules.items()},
         )
+
+
+def is_averaged(path: Path, value: object) -> bool:
+    """Return whether several sharding groups hold a module's tensor (two-dimensional parallelism).
+
+    Args:
+        path: of the tensor in the state dict.
+        value: the tensor, if it is sharded.
+    """
+    return (
+        isinstance(value, ShardedTensor)
+        and MODULES in str(path[-1])
+        and dist.get_world_size(value._process_group) < dist.get_world_size()
+    )
 
 
 def _history(module: ManagedCollisionModule) -> Tensors:

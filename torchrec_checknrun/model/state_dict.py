@@ -26,6 +26,7 @@ from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import Path, name_of
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.model.blocks import Block, require_storable
+from torchrec_checknrun.model.collisions import is_averaged
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.values.dense import is_dense
@@ -266,13 +267,12 @@ def _blocks(
                 "track the model that is saved, and save one model at a time, or several as one "
                 "nn.ModuleDict (if update_shards has resharded the table, make a new optimizer)"
             )
-        layout = _layout(sharded.value)
+        layout, averaged = _layout(sharded.value), is_averaged(sharded.path, sharded.value)
         for part in sharded.parts():
             if part.box.volume or not math.prod(sharded.size):
-                same = part.replica, part.elsewhere
-                blocks.append(
-                    Block(sharded.path, sharded.size, part.box, part.tensor, layout, *same)
-                )
+                same = part.replica, part.elsewhere or averaged, averaged
+                place = sharded.path, sharded.size, part.box
+                blocks.append(Block(*place, part.tensor, layout, *same))
     return blocks
 
 

@@ -8,10 +8,11 @@ module continues with its saved history of ids and its iteration counters.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
 from torchrec_checknrun.boxes import Span
@@ -51,6 +52,8 @@ class CollisionRestore:
 
     def __init__(self, collisions: Collisions | None) -> None:
         self._modules = collisions.modules if collisions is not None else {}
+        self._rows = collisions.rows if collisions is not None else {}
+        self._whole = collisions.whole if collisions is not None else set()
         self._parts: dict[str, list[_Part]] = {}
         self._regrouped: set[str] = set()
         self._segments: dict[str, torch.Tensor] = {}
@@ -59,13 +62,15 @@ class CollisionRestore:
         self,
         entries: Mapping[str, CollisionsEntry],
         blocks: Iterable[tuple[Block, tuple[Span, ...]]],
+        tensors: Container[str],
         where: str,
     ) -> list[str]:
-        """Check every module whose raw ids are among the blocks.
+        """Check every module whose raw ids are among the blocks, or the other tensors.
 
         Args:
             entries: index entries of the modules' chunks, by the name of the chunk.
             blocks: the blocks to restore, with the rows of the saved shards.
+            tensors: state-dict names of all tensors to restore.
             where: the checkpoint's name in errors.
 
         Returns:
@@ -82,23 +87,50 @@ class CollisionRestore:
                 continue
             own = block.rows
             module = self._modules.get(path)
-            if buffer == "_mch_sorted_raw_ids" and block.layout != saved:
-                _check_layout(path, module, own, block.layout, saved)
+            layout = (own,) if path in self._whole else block.layout
+            if buffer == "_mch_sorted_raw_ids" and layout != saved:
+                _check_layout(path, module, own, layout, saved)
                 self._regrouped.add(path)
             if module is None:
                 continue
             self._parts[path] = []
-            for name, entry in entries.items():
+            lowest: set[Span] = set()  # of ranks that hold the same rows, of other sharding groups
+            for name, entry in sorted(entries.items(), key=lambda item: item[1].rank):
                 facts = entry.modules.get(path)
-                if facts is None:
+                if facts is None or facts.rows in lowest:
                     continue
+                lowest.add(facts.rows)
                 _check_facts(path, facts, facts_of(module, own), where)
                 if own[0] <= facts.rows[0] and facts.rows[1] <= own[1]:
                     self._parts[path].append(_Part(entry.rank, facts))
                     needed.add(name)
             if isinstance(module, MCHManagedCollisionModule):
                 self._segments[path] = module._output_segments_tensor.clone()
+        needed |= self._plan_others(entries, tensors, where)
         return sorted(needed)
+
+    def _plan_others(
+        self, entries: Mapping[str, CollisionsEntry], tensors: Container[str], where: str
+    ) -> set[str]:
+        """Check the modules that were not sharded, each with the part of the same rank, or with the
+        lowest rank's; return the names of the chunks to read.
+        """
+        needed, rank = set(), dist.get_rank() if dist.is_initialized() else 0
+        for path, module in self._modules.items():
+            if path in self._parts or f"{path}._mch_sorted_raw_ids" not in tensors:
+                continue
+            self._parts[path] = []
+            holding = [name for name, entry in entries.items() if path in entry.modules]
+            if not holding:  # an earlier release's
+                continue
+            name = min(holding, key=lambda name: (entries[name].rank != rank, entries[name].rank))
+            facts, own = entries[name].modules[path], self._rows[path]
+            _check_facts(path, facts, facts_of(module, own), where)
+            if facts.rows != own:
+                _check_layout(path, module, own, (own,), (facts.rows,))
+            self._parts[path].append(_Part(entries[name].rank, facts))
+            needed.add(name)
+        return needed
 
     def load(self, entry: CollisionsEntry, payload: bytes | memoryview) -> None:
         """Keep a saved rank's state of the modules until ``finish``.
@@ -114,12 +146,15 @@ class CollisionRestore:
 
     def finish(self) -> None:
         """Give the modules their saved state, once all blocks are restored."""
-        for path, segments in self._segments.items():
+        for path, parts in self._parts.items():
             module = self._modules[path]
-            module._output_segments_tensor.copy_(segments)  # was overwritten with the saved one
+            if not isinstance(module, MCHManagedCollisionModule):
+                continue
+            if path in self._segments:  # was overwritten with the saved one
+                module._output_segments_tensor.copy_(self._segments[path])
             if path in self._regrouped:
                 module.validate_state()  # sorts the remapping table, whose parts were joined
-            _resume(path, module, self._parts[path])
+            _resume(path, module, parts)
 
 
 def check_held(collisions: Collisions, held: CollisionState, where: str) -> None:
@@ -247,6 +282,7 @@ def _resume(path: str, module: MCHManagedCollisionModule, parts: list[_Part]) ->
         )
         return
     if not parts:
+        module._input_history_buffer_size = -1  # made anew, of the size of the next batch's ids
         return
     module._current_iter = max(part.facts.iteration for part in parts)
     module._last_eviction_iter = max(part.facts.last_eviction for part in parts)

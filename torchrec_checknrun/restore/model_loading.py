@@ -61,6 +61,16 @@ def copied(
     }
 
 
+def forget_pruning(model: nn.Module) -> None:
+    """Let tables that are pruned in training (ITEP) be pruned in the next step that it is due, also
+    where this process has done that step before: TorchRec's modules prune once a step, and note the
+    last one outside of their state.
+    """
+    for module in model.modules():
+        if "last_pruned_iter" in vars(module):
+            vars(module)["last_pruned_iter"] = -1  # as in a new process
+
+
 def other_extra_states(content: object) -> dict[str, Any]:
     """Find the modules' extra states in a model's state dict that are no tensors, by name: what a
     module shows may be a copy, so that only ``set_extra_state`` brings the content back.

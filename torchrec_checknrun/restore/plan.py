@@ -220,7 +220,7 @@ class ChainRestore:
         whole = {block.path for block in found} & self._states.plain_paths()
         wanted = [block for block in found if block.path not in whole]
         wanted += plain_targets(self._state_dict, saved)
-        targets = leaves(self._state_dict, (torch.Tensor,))
+        targets = list(leaves(self._state_dict, (torch.Tensor,)))
         self._by_blocks = frozenset(id(leaf) for path, leaf in targets if path in saved)
         sharded = dict(leaves(self._state_dict, SHARDED))
         self._from_trees = frozenset(id(sharded[path]) for path in whole)
@@ -232,7 +232,8 @@ class ChainRestore:
         keys = self._blocks.plan(where, self._state_dict, sharded, self._owners.objects)
         head = self._content.chunks[-1]
         modules = {c.key: c.entry for c in head if isinstance(c.entry, CollisionsEntry)}
-        return keys + self._collisions.plan(modules, self._blocks.blocks(), where)
+        names = {str(path[-1]) for path in (*sharded, *(path for path, _ in targets))}
+        return keys + self._collisions.plan(modules, self._blocks.blocks(), names, where)
 
     def _mark(self) -> None:
         """Mark all that may be written, for every tracker; start this tracker's marks over."""

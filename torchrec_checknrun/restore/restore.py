@@ -33,7 +33,12 @@ from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.model_loading import copied, load_copied, other_extra_states
+from torchrec_checknrun.restore.model_loading import (
+    copied,
+    forget_pruning,
+    load_copied,
+    other_extra_states,
+)
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.states import Merge, Owners, SavedStates, present_states
 from torchrec_checknrun.root.chain import Chain, newest, resolve
@@ -328,6 +333,8 @@ def hand_back(
             assert target.model is not None
             load_again(target.model)
             target.tracked.acknowledge_writes()  # of rows onto themselves
+        if target.model is not None:
+            forget_pruning(target.model)
         for name, stateful in target.states.items():
             if name in optimizers:
                 optimizers.load(name, live[name])

@@ -17,6 +17,7 @@ from torchrec_checknrun.codecs import Settled, Surveys, add_survey, settle
 from torchrec_checknrun.codecs.quantization import Quantization
 from torchrec_checknrun.delta.transaction import TableDigests
 from torchrec_checknrun.errors import InvalidPlan, UnsupportedState
+from torchrec_checknrun.format.chunk import name_of
 from torchrec_checknrun.format.manifest import Header
 from torchrec_checknrun.format.rank_file import Job
 from torchrec_checknrun.model.blocks import BlockSummary
@@ -68,6 +69,14 @@ class PlanSummary:
     replicas: dict[str, bytes] = field(default_factory=dict)
     averaged: dict[str, bytes] = field(default_factory=dict)
     names: bytes = b""
+
+    def of_averaged(self) -> dict[str, bytes]:
+        """Return ``averaged`` with the digests of averaged blocks, as far as these are known."""
+        return self.averaged | {
+            f"{name_of(block.path)}{block.box}": block.digest.encode()
+            for block in self.blocks
+            if block.averaged and block.digest is not None
+        }
 
     def with_digests(
         self, of_items: Mapping[str, Digest], of_blocks: Mapping[int, str]
@@ -253,7 +262,7 @@ def make_global_plan(
     )
     differing = differences.differing(_held(summaries))
     differences.warn_of_replicas([summary.replicas for summary in summaries])
-    differences.warn_of_averaged([summary.averaged for summary in summaries])
+    differences.warn_of_averaged([summary.of_averaged() for summary in summaries])
     writers = _assign_writers(summaries, differing | set(first.lowest))
     surveys = [summary.surveys for summary in summaries if summary.surveys]
     settled = settle(surveys) if surveys else {}

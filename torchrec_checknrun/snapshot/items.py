@@ -142,7 +142,7 @@ class Items:
                 items._add(key, BlockItem(block, piece))
                 if block.elsewhere:
                     items.shared.setdefault(i, []).append(key)
-        if snapshot.blocks and snapshot.collisions is not None:
+        if snapshot.collisions is not None:
             items._add(f"collisions@{rank}", ChunkItem(snapshot.collisions.encode(rank)))
         at_cut = [shard for shard in snapshot.shards if not shard.later]
         items.copied_later = [shard for shard in snapshot.shards if shard.later]

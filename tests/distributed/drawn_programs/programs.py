@@ -93,7 +93,9 @@ class Ranked:
             kinds = ["row_wise", f"table_wise:{moving.randrange(ranks)}"]
             if program.fused != "ema" and program.tables != "sequence":
                 kinds.append(f"table_row_wise:{moving.randrange(ranks // node)}")
-            if split and self.codec not in LINKS:
+            if program.tables == "mapped":
+                kinds = ["row_wise"]
+            elif split and self.codec not in LINKS:
                 kinds = [f"column_wise:{moving.randrange(ranks)},{moving.randrange(ranks)}"]
             found[table] = moving.choice(kinds)
         if program.replica:
@@ -114,7 +116,8 @@ class Ranked:
     def keeps_its_ranks(self) -> bool:
         """Tell whether it has states that nothing merges for other ranks."""
         p = self.program
-        return p.extra in OWN_BUFFERS or p.between == "replay" or p.schedule in OF_TABLES
+        of_ranks = p.between == "replay" or p.schedule in OF_TABLES or p.tables == "mapped"
+        return p.extra in OWN_BUFFERS or of_ranks
 
     @property
     def goes_on_in_part(self) -> bool:
@@ -166,8 +169,10 @@ def fitting(ranked: Ranked) -> Ranked:
         r = replace(r, torn="together")
     if r.background == "process" or p.saves in ("before_step", "two_in_a_row"):
         r = replace(r, fails=False)  # in a process of its own; or in a call that raises it
-    if p.extra in OWN_BUFFERS:
+    if p.extra in OWN_BUFFERS or p.tables == "mapped":
         r = replace(r, published=False)
+    if p.tables == "mapped":  # whose ids can't move to any other ranks
+        r = replace(r, ranks=r.ranks[:1])
     return r
 
 

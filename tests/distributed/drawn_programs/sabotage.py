@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.memory.step_journal import StepJournal
+from torchrec_checknrun.restore.collisions import CollisionRestore
 from torchrec_checknrun.restore.states import StateRestore
 from torchrec_checknrun.run.checkpointer import Checkpointer
 
@@ -57,6 +58,7 @@ BREAKS: dict[str, Break] = {
     "a row is not marked": _only_on_rank_1(Marks, "mark", _all_but_the_last),
     "rows by hand are not marked": _only_on_rank_1(Checkpointer, "mark", _nothing),
     "states are restored from rank 0's": _only_on_rank_1(StateRestore, "plan", _of_rank_0),
+    "ids since the last eviction are lost": _only_on_rank_1(CollisionRestore, "finish", _nothing),
     "a torn step is not undone": _only_on_rank_1(StepJournal, "append", _nothing),
 }
 

@@ -26,6 +26,18 @@ IN_PART = Ranked(
     Program(survive="priority", between="metric", policy="one_shot"), lost="one", peers=True
 )
 
+MAPPED = Ranked(
+    Program(
+        tables="mapped",
+        sharding="row_wise",
+        fused="adagrad",
+        survive="images",
+        ways=("images", "checkpoint"),
+        torn=True,
+    ),
+    slow=True,
+)
+
 
 def check(workers: Workers, folder: Path, ranked: Ranked) -> None:
     """Assert that a program differs in nothing, and that its failures are those it may have."""
@@ -41,6 +53,12 @@ def check(workers: Workers, folder: Path, ranked: Ranked) -> None:
 def test_programs_of_each_way_back(workers: Workers, tmp_path: Path, ranked: Ranked) -> None:
     assert fitting(ranked) == ranked
     check(workers, tmp_path, ranked)
+
+
+@pytest.mark.slow
+def test_a_program_of_mapped_ids(workers: Workers, tmp_path: Path) -> None:
+    assert fitting(MAPPED) == MAPPED
+    check(workers, tmp_path, MAPPED)
 
 
 @pytest.mark.slow
@@ -63,6 +81,7 @@ BROKEN = [
     ("rows by hand are not marked", Ranked(Program(by_hand="marked", kill=6), plan=1)),
     ("states are restored from rank 0's", Ranked(Program(extra="dropout"))),
     ("a torn step is not undone", TORN_APART),
+    ("ids since the last eviction are lost", MAPPED),
 ]
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -21,6 +22,14 @@ from torchrec.modules.embedding_configs import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.distributed.zoo import EMA, ZooBatch
@@ -31,6 +40,14 @@ ROWS = {"t0": 41, "t1": 26, "t2": 30}
 FEATURES = {"t0": ["f0", "f1"], "t1": ["f1"], "t2": ["f2"]}
 """One feature in two tables, and a table with two features."""
 IDS = {"f0": 41, "f1": 26, "f2": 30}
+MAPPED = {"t0": ["f0", "f1"], "t1": ["f2"], "t2": ["f3"]}
+RAW_IDS = 120
+"""Bounds ids that are mapped to rows: each feature has a table of its own then."""
+EVICTIONS = {
+    "t0": DistanceLFU_EvictionPolicy,
+    "t1": LFU_EvictionPolicy,
+    "t2": LRU_EvictionPolicy,
+}
 
 
 def embeddings(program: Program) -> tuple[nn.Module, nn.Module, Any]:
@@ -39,7 +56,8 @@ def embeddings(program: Program) -> tuple[nn.Module, nn.Module, Any]:
     shared: dict[str, Any] = {"embedding_dim": DIM}
     if program.half:
         shared["data_type"] = DataType.FP16
-    named = [{"name": t, "num_embeddings": ROWS[t], "feature_names": FEATURES[t]} for t in ROWS]
+    features = features_of(program.tables)
+    named = [{"name": t, "num_embeddings": ROWS[t], "feature_names": features[t]} for t in ROWS]
     fused = EMA if program.fused == "ema" else None
     if program.tables == "sequence":
         sequence = EmbeddingCollection(
@@ -59,7 +77,32 @@ def embeddings(program: Program) -> tuple[nn.Module, nn.Module, Any]:
             EmbeddingBagCollectionSharder(fused)
         )
         return processed, bags, sharder
+    if program.tables == "mapped":
+        return mapped(bags), bags, ManagedCollisionEmbeddingBagCollectionSharder()
     return bags, bags, EmbeddingBagCollectionSharder(fused)
+
+
+def features_of(tables: str) -> dict[str, list[str]]:
+    """Return the features of each table, by the kind of tables."""
+    return MAPPED if tables == "mapped" else FEATURES
+
+
+def mapped(bags: EmbeddingBagCollection) -> nn.Module:
+    """Put managed collisions before tables: each maps raw ids to rows in a way of its own."""
+    modules = {
+        table: MCHManagedCollisionModule(
+            zch_size=rows,
+            device=torch.device("cpu"),
+            eviction_policy=EVICTIONS[table](),
+            eviction_interval=number + 2,
+            input_hash_size=RAW_IDS,
+        )
+        for number, (table, rows) in enumerate(ROWS.items())
+    }
+    collection = ManagedCollisionCollection(modules, bags.embedding_bag_configs())
+    return ManagedCollisionEmbeddingBagCollection(
+        bags, collection, allow_in_place_embed_weight_update=True
+    )
 
 
 class Late(nn.Module):
@@ -190,7 +233,8 @@ class Net(nn.Module):
         self.embeddings = tables
         self._sequence = program.tables == "sequence"
         self._recomputed = program.extra
-        width = DIM if self._sequence else DIM * sum(map(len, FEATURES.values()))
+        features = features_of(program.tables).values()
+        width = DIM if self._sequence else DIM * sum(map(len, features))
         self.first = nn.Linear(width + 2, HIDDEN)
         self.extra = layers(program.extra)
         self.last = nn.Linear(HIDDEN, 1)
@@ -217,6 +261,8 @@ class Net(nn.Module):
 
     def _look_up(self, features: KeyedJaggedTensor, dense: torch.Tensor) -> torch.Tensor:
         looked_up = self.embeddings(features)
+        if isinstance(looked_up, tuple):  # managed collisions return the mapped ids as well
+            looked_up = looked_up[0]
         if not self._sequence:
             pooled: torch.Tensor = looked_up.values()
             return pooled.to(dense.dtype)
@@ -229,16 +275,22 @@ def batch(number: int, tables: str, rank: int = 0) -> ZooBatch:
     draw = torch.Generator().manual_seed(1000 + number + 10_000 * rank)
     dense = torch.randn(SAMPLES, 2, generator=draw)
     lengths, values = [], []
-    for rows in IDS.values():
+    bounds = IDS
+    if tables == "mapped":
+        names = [name for of in MAPPED.values() for name in of]
+        bounds = dict.fromkeys(names, RAW_IDS)
+    for rows in bounds.values():
         each = torch.randint(0, 4, (SAMPLES,), generator=draw)
         if (number + rank) % 7 == 5:
             each *= 0  # an empty batch
         lengths.append(each)
-        values.append(torch.randint(0, rows, (int(each.sum()),), generator=draw))
+        found = torch.randint(0, rows, (int(each.sum()),), generator=draw)
+        often = (found % 10) * 12
+        values.append(torch.where(found % 3 > 0, often, found) if tables == "mapped" else found)
     ids, weights = torch.cat(values), None
     if tables in ("weighted", "processed"):
         weights = torch.rand(len(ids), generator=draw) + 0.5
     features = KeyedJaggedTensor(
-        keys=list(IDS), values=ids, lengths=torch.cat(lengths), weights=weights
+        keys=list(bounds), values=ids, lengths=torch.cat(lengths), weights=weights
     )
     return ZooBatch(dense, features)

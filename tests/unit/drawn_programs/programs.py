@@ -74,7 +74,7 @@ class Program:
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "tables": ("bags", "sequence", "weighted", "processed"),
+    "tables": ("bags", "sequence", "weighted", "processed", "mapped"),
     "sharding": ("table_wise", "row_wise", "column_wise"),
     "fused": ("rowwise_adagrad", "sgd", "adagrad", "each", "ema"),
     "replica": (False, True),
@@ -156,9 +156,21 @@ def fitting(program: Program) -> Program:
         p = replace(p, extra=extra, replica=False)
     if p.tables == "processed":  # TorchRec's module takes fused, sharded tables only
         p = replace(p, replica=False)
+    if p.tables == "mapped":
+        p = _fitting_maps(p)
     if p.survive is None:
         p = replace(p, ways=tuple("checkpoint" if w == "images" else w for w in p.ways))
     return _fitting_loops(p)
+
+
+def _fitting_maps(program: Program) -> Program:
+    """Set aside what managed collisions don't do: rows of a CPU can't be reset with all optimizers;
+    and a lookup that is repeated, or ahead of its step, maps other ids.
+    """
+    p = replace(program, sharding="row_wise", fused=among(("adagrad", "sgd"), program.fused))
+    extra = "checkpointed" if p.extra == "tables_checkpointed" else p.extra
+    loop = "pipeline_base" if p.loop in PIPELINES else p.loop
+    return replace(p, replica=False, half=False, extra=extra, loop=loop)
 
 
 def _fitting_optimizers(program: Program) -> Program:

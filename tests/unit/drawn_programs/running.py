@@ -243,11 +243,12 @@ def everything(training: Training) -> Live:
 
 OF_PROCESSES = re.compile(
     r"_has_rebuilt_buckets|_lazy_init_ran|_static_graph_delay|require_forward_param_sync"
-    r"|\.differentiable$|defaults\.lr$"
+    r"|\.differentiable$|defaults\.lr$|\._history_"
 )
 """Attributes of DistributedDataParallel's, which say what this process has done, an option that
-PyTorch adds when an optimizer of any kind is loaded, and the rate that an optimizer was made with,
-which is a schedule's tensor until it is loaded.
+PyTorch adds when an optimizer of any kind is loaded, the rate that an optimizer was made with,
+which is a schedule's tensor until it is loaded, and room for ids that evictions will look at, where
+old ones are left over.
 """
 OF_TURNS = re.compile(
     r"\.grad\b|_has_uninitialized_input_dist|_vbe_B_offsets|_features_order|_numel_cache"

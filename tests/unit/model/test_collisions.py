@@ -70,7 +70,7 @@ def entry(**change: Any) -> dict[str, Any]:
 def test_facts_come_back() -> None:
     facts = Facts((0, 4), 100, None, 3, 7, 6, 50)
     assert collisions_of(entry()).modules == {"m.t": facts}
-    assert CollisionRestore(None).plan({"c": collisions_of(entry())}, [], "seq-1") == []
+    assert CollisionRestore(None).plan({"c": collisions_of(entry())}, [], (), "seq-1") == []
 
 
 @pytest.mark.parametrize(

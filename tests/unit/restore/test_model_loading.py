@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torchrec.modules.itep_modules import GenericITEPModule
 
 from tests.crash.save_sweep import alone
 from tests.unit.tracked_model import make_model
@@ -379,3 +380,14 @@ def test_a_value_of_another_shape_beside_them_is_refused(tmp_path: Path) -> None
     ):
         saver.restore()
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_a_step_in_which_tables_are_pruned_is_repeated(tmp_path: Path) -> None:
+    """Prune again after going back: TorchRec's module skips the step that it pruned in last."""
+    pruning = GenericITEPModule({"t0": 30})
+    model = nn.Sequential(nn.Linear(2, 2), pruning)
+    saved(tmp_path, model)
+    pruning.last_pruned_iter = 5
+    with alone(), Checkpointer(str(tmp_path), model=model) as saver:
+        saver.restore()
+    assert pruning.last_pruned_iter == GenericITEPModule({}).last_pruned_iter
