@@ -129,6 +129,15 @@ def has_manifest(root: Folder, name: str) -> bool:
     return (root / name).size(MANIFEST_NAME) is not None
 
 
+def is_cut(root: Folder, known: Manifest, files: Mapping[str, int]) -> bool:
+    """Tell whether a manifest, known from an earlier look, has another size and is damaged."""
+    try:
+        size = files.get(MANIFEST_NAME, known.size)
+        return size != known.size and read_manifest(root, known.id).link != known.link
+    except CheckNRunError:
+        return True
+
+
 def highest_sequence(root: Folder) -> int:
     """Return the highest sequence number in use, committed or not; 0 if there is none."""
     found = find_checkpoints(root, Listing.of(root.names()))

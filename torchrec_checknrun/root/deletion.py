@@ -7,10 +7,12 @@ leftover, which the next pruning removes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
+    RootInUse,
     StorageFailed,
     StorageUnreachable,
 )
@@ -37,7 +39,7 @@ class Deletion:
     can't be deleted keeps only those that it needs.
 
     Args:
-        still_ours: raises an error once nothing more may be deleted.
+        still_ours: raises ``RootInUse`` once nothing more may be deleted.
 
     Attributes:
         odd: what stays because it contains something other than files.
@@ -60,21 +62,21 @@ class Deletion:
         Raises:
             StorageUnreachable: the storage doesn't answer.
         """
-        return self._delete(id, delete_checkpoint)
+        return self._delete(id, partial(delete_checkpoint, still_ours=self._still_ours))
 
     def leftover(self, id: str) -> bool:
         """Delete a leftover of a failed save; return and raise as ``checkpoint``."""
+        self._still_ours()
         return self._delete(id, _delete_uncommitted)
 
     def _delete(self, id: str, delete: Callable[[Folder], list[str]]) -> bool:
         if id in self._needed:
             return False
-        self._still_ours()
         where = f"{self._root}/{id} stays"
         try:
             kept = delete(self._root / id)
         except (CheckNRunError, StorageFailed) as error:
-            if isinstance(error, StorageUnreachable):
+            if isinstance(error, (RootInUse, StorageUnreachable)):
                 raise
             self._needed |= with_parents(self._known, {id})
             if isinstance(error, StorageFailed):
@@ -147,33 +149,39 @@ def delete_priority_saves(root: Folder) -> list[str]:
     return gone
 
 
-def delete_checkpoint(folder: Folder) -> list[str]:
+def delete_checkpoint(folder: Folder, still_ours: Callable[[], object] = lambda: None) -> list[str]:
     """Delete a checkpoint's files and directory; return the names that aren't files.
 
-    Minutes may have passed since the pruning looked for pins. Whoever pins looks for the manifest
-    afterwards, and here a pin is looked for after the manifest is gone: one of both sees the other.
+    Minutes may have passed since the pruning looked at pins and claims. Whoever pins a checkpoint,
+    or makes it count, looks for the manifest afterwards, and here pins and claims are looked at
+    after the manifest is gone: one of both sees the other.
+
+    Args:
+        still_ours: raises ``RootInUse`` once nothing more may be deleted.
 
     Raises:
+        RootInUse: from ``still_ours``; the checkpoint stays.
         CheckNRunError: the checkpoint was pinned meanwhile, and stays.
     """
+
+    def look() -> None:
+        still_ours()
+        if folder.size(PINNED) is not None:
+            raise _Stays("it was pinned meanwhile")
+
     try:
         manifest = folder.read(MANIFEST_NAME)
     except (FileNotFoundError, CorruptCheckpoint):  # nothing that could be put back
         manifest = None
-    _require_unpinned(folder)
+    look()
     folder.delete(MANIFEST_NAME)
     try:
-        _require_unpinned(folder)
-    except _Stays:
+        look()
+    except (CheckNRunError, OSError):
         if manifest is not None:
             folder.put(MANIFEST_NAME, manifest)
         raise
     return _delete_files(folder)
-
-
-def _require_unpinned(folder: Folder) -> None:
-    if folder.size(PINNED) is not None:
-        raise _Stays("it was pinned meanwhile")
 
 
 def _is_leftover(root: Folder, name: str) -> bool:

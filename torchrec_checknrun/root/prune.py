@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torchrec_checknrun.errors import (
     CheckNRunError,
@@ -29,6 +30,7 @@ from torchrec_checknrun.root.checkpoints import (
     committed,
     find_forbidden,
     has_manifest,
+    is_cut,
     read_manifest,
 )
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
@@ -48,9 +50,9 @@ from torchrec_checknrun.root.retention import (
     next_parents,
 )
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.writers.claims import Claim, read_claims
+from torchrec_checknrun.writers.claims import Claim, epochs, read_claims
 from torchrec_checknrun.writers.lease import Lease
-from torchrec_checknrun.writers.liveness import clean_up, standing_of
+from torchrec_checknrun.writers.liveness import clean_up, require_no_newer, standing_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,13 +97,13 @@ def prune(
         own: the claim of the writer that asks; None for a person, whose pruning leaves alone what
             a live writer may be working on, but also deletes checkpoints that replaced writers
             have committed and that readers therefore ignore.
-        still_ours: raises an error once the writer that asks was replaced; called before each
-            deletion of a checkpoint.
+        still_ours: raises an error once the writer that asks was replaced; called at each deletion
+            of a checkpoint. A person's ends where the root is claimed meanwhile.
         below: delete only leftovers with lower sequence numbers; None for all, if no writer lives.
         known: manifests read by earlier calls; receives the ones that this call reads.
 
     Raises:
-        RootInUse: the writer that asks was replaced.
+        RootInUse: the writer that asks was replaced, or a person's pruning met a new claim.
         IncompatibleCheckpoint: a person asks, and only checkpoints of replaced writers are whole;
             nothing was deleted.
         ClaimDamaged: which checkpoints count can't be told; nothing was deleted.
@@ -115,8 +117,13 @@ def prune(
     known = {} if known is None else known
     plan = _plan(root, retention, (in_use, copies_of), own, claim, below, known)
     if not dry_run:
-        if plan.leftovers and own is None and claim is not None and not _fence(root, claim):
-            plan.leftovers = ()
+        if own is None:
+            last = max(epochs(claims), default=0)
+            if plan.leftovers and claim is not None:
+                fenced = _fence(root, claim, last)
+                plan.leftovers = () if fenced is None else plan.leftovers
+                last = last if fenced is None else fenced
+            still_ours = partial(require_no_newer, root, last)
         _carry_out(root, plan, claims, below, Deletion(root, known, still_ours))
     problems = tuple(dict.fromkeys(plan.problems))
     return Pruned(plan.verdict, plan.leftovers, plan.bytes, problems)
@@ -301,22 +308,23 @@ def _may_live(root: Folder, claim: Claim) -> bool:
         return True
 
 
-def _fence(root: Folder, claim: Claim) -> bool:
+def _fence(root: Folder, claim: Claim, last: int) -> int | None:
     """Begin an epoch without a holder if the holder of the latest is only silent: should that
-    process still live, it can no longer commit what is taken for a leftover. Return False if the
-    holder shows signs of life again.
+    process still live, it can no longer commit what is taken for a leftover. Return the last epoch
+    then; None if the holder shows signs of life again.
     """
     if claim.released or claim.holder.gone:
-        return True
+        return last
     lease = Lease(root)
     above = highest_epoch(root)
     try:
         lease.acquire(lambda before: counting_ids(root, before), above=above, expected=claim.epoch)
     except RootInUse as error:
         logger.warning("leftovers of failed saves stay: %s", error)
-        return False
+        return None
+    epoch = lease.claim.epoch
     lease.release()
-    return True
+    return epoch
 
 
 def _require_counting(root: Folder, whole: list[Manifest], others: list[Manifest]) -> None:
@@ -383,15 +391,6 @@ def _look(
         if is_pinned(root / manifest.id):
             pinned.add(manifest.id)
         temporary += [(manifest.id, name) for name in files if _TEMPORARY.fullmatch(name)]
-        if files_problem(manifest, files) is not None or _is_cut(root, manifest, files):
+        if files_problem(manifest, files) is not None or is_cut(root, manifest, files):
             damaged.add(manifest.id)
     return pinned, damaged, gone, temporary
-
-
-def _is_cut(root: Folder, known: Manifest, files: Mapping[str, int]) -> bool:
-    """Return whether a manifest, known from an earlier look, has another size and is damaged."""
-    try:
-        size = files.get(MANIFEST_NAME, known.size)
-        return size != known.size and read_manifest(root, known.id).link != known.link
-    except CheckNRunError:
-        return True

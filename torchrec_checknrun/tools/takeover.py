@@ -137,6 +137,8 @@ def adopt(root: Folder, ids: Collection[str], *, dry_run: bool = False) -> list[
     if new and not dry_run:
         _require_free(root, claims.latest)
         _advance(root, claims, lambda: [*counting_ids(root, claims.latest), *new])
+        for id in new:  # a pruning that had seen the claim before may have deleted it meanwhile
+            resolve(root, id)
     return new
 
 

@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint
+from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, RootInUse
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import (
     FOLDER,
     LEASE_SECONDS,
     Claim,
     Holder,
+    epochs,
     read_claims,
     temporary_epoch,
 )
@@ -228,3 +229,16 @@ def _content(folder: Folder, name: str) -> bytes | None:
         return folder.read(name)
     except (FileNotFoundError, CorruptCheckpoint):
         return None
+
+
+def require_no_newer(root: Folder, epoch: int) -> None:
+    """Check that nobody has claimed a root since an epoch.
+
+    Raises:
+        RootInUse: somebody has.
+    """
+    if (last := max(epochs((root / FOLDER).names()), default=0)) > epoch:
+        raise RootInUse(
+            f"{root} was claimed meanwhile (epoch {last}), by a run or by `checknrun adopt`, "
+            "`repair` or `unlock`: what counts and what is used may be others now. Prune again"
+        )

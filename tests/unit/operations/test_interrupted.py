@@ -39,8 +39,9 @@ COMMANDS: dict[str, Act] = {
     "repair": lambda w: w.run("repair", w.root, "--yes"),
     "unlock": lambda w: w.run("unlock", w.root, "--yes"),
     "export": lambda w: w.run("export", w.root, w.folder / "exported"),
+    "adopt": lambda w: w.run("adopt", w.root, in_order(w)[0], "--yes"),
 }
-PAIRS = [*itertools.product(COMMANDS, COMMANDS)]
+PAIRS = [*itertools.product([name for name in COMMANDS if name != "adopt"], repeat=2)]
 CALLS_OF = {"prune": 15, "pin": 5, "compact": 71, "publish one": 140, "export": 47, "repair": 13}
 """About as many calls of the storage each command makes beside a live run."""
 LIVE = [*itertools.product(CALLS_OF, (True, False))]
@@ -109,27 +110,62 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def replaced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Return a root whose newest checkpoints don't count: a replaced run has committed them."""
+    with world(tmp_path_factory.mktemp("replaced"), None, policy=Consecutive()) as made:
+        for choice in (1, 2, 0):
+            running.save(made, choice)
+        running.take_over(made, 3)
+        made.end()
+        made.check()
+        made.close_probe()
+        yield made
+
+
+def at_each_call(of: World, folder: Path, outer: str, inner: str) -> Iterator[dict[str, int]]:
+    """Carry a command out within another one, at each call of the storage in turn, each time on a
+    copy of the root; yield the exit codes by command.
+    """
+    whole, its_folder = of.root, of.folder
+    try:
+        for at in itertools.count():
+            of.folder = folder / str(at)
+            of.root = of.folder / "root"
+            shutil.copytree(whole, of.root)
+            told: dict[str, int] = {}
+            with interrupted(at, partial(command, of, inner, told, "another")) as reached:
+                command(of, outer, told)
+            if not reached():
+                break
+            yield told
+            shutil.rmtree(of.folder)
+        assert at > 1
+    finally:
+        of.root, of.folder = whole, its_folder
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("outer", "inner"), some_of(PAIRS, 2, PAIRS.index(("pin", "prune"))))
 def test_commands_within_commands(ended: World, tmp_path: Path, outer: str, inner: str) -> None:
-    whole, last = ended.root, in_order(ended)[0]
-    folder = ended.folder
-    try:
-        for at in itertools.count():
-            ended.folder = tmp_path / str(at)
-            ended.root = ended.folder / "root"
-            shutil.copytree(whole, ended.root)
-            told: dict[str, int] = {}
-            within = partial(command, ended, inner, told, "another")
-            with interrupted(at, within) as reached:
-                command(ended, outer, told)
-            if not reached():
-                break
-            check(ended, told, last)
-            shutil.rmtree(ended.folder)
-        assert at > 1
-    finally:
-        ended.root, ended.folder = whole, folder
+    last = in_order(ended)[0]
+    for told in at_each_call(ended, tmp_path, outer, inner):
+        check(ended, told, last)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), some_of([("prune less", "adopt"), ("adopt", "prune less")], 0)
+)
+def test_what_is_told_to_count_stays(
+    replaced: World, tmp_path: Path, outer: str, inner: str
+) -> None:
+    last, outcomes = in_order(replaced)[0], set()
+    for told in at_each_call(replaced, tmp_path, outer, inner):
+        outcomes.add((told["adopt"], told["prune less"]))
+        if told["adopt"] == 0:
+            check(replaced, told, last)
+        assert 0 in told.values()
+    assert {code for code, _ in outcomes} == {0, 2}
 
 
 def save(of: World, saved: list[str]) -> None:

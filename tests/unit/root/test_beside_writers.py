@@ -57,10 +57,10 @@ class Once:
         self._real = real
         self._to_do = [act]
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         if self._to_do:
             self._to_do.pop()()
-        return self._real(*args)
+        return self._real(*args, **options)
 
 
 def test_the_newest_while_all_that_was_listed_goes(
@@ -195,9 +195,11 @@ def test_a_silent_writer_is_fenced(root: Folder, monkeypatch: pytest.MonkeyPatch
     silent.release()
 
 
-def test_a_replaced_writer_deletes_no_more(root: Folder) -> None:
+@pytest.mark.parametrize("looks", [0, 1, 2, 3])
+def test_a_replaced_writer_deletes_no_more(root: Folder, looks: int) -> None:
+    """Replace the writer after so many looks at its claim, of which each deletion takes two."""
     made = [commit(root) for _ in range(3)]
-    calls = iter([None, RootInUse("replaced")])
+    calls = iter([None] * looks + [RootInUse("replaced")])
 
     def still_ours() -> None:
         error = next(calls)
@@ -208,7 +210,7 @@ def test_a_replaced_writer_deletes_no_more(root: Folder) -> None:
     lease.acquire(lambda _: committed(root))
     with pytest.raises(RootInUse, match="replaced"):
         prune(root, Retention(1), own=lease.claim, still_ours=still_ours)
-    assert len(committed(root)) == 2
+    assert len(committed(root)) == 3 - looks // 2
     assert made[2].id in committed(root)
     lease.release()
 
