@@ -10,6 +10,7 @@ import itertools
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -89,12 +90,27 @@ def of_copy(manifest: Manifest) -> str | None:
     return None if manifest.previous is None else manifest.previous.id
 
 
+@contextmanager
+def begun(folder: Path) -> Iterator[World]:
+    """Yield a world whose run has saved three checkpoints."""
+    with world(folder, None, policy=Consecutive()) as made:
+        for choice in (1, 2, 0):
+            running.save(made, choice)
+        yield made
+
+
+def end(of: World) -> World:
+    """End the run, and all that looks at its root: trials are on copies of it."""
+    of.end()
+    of.check()
+    of.close_probe()
+    return of
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Return a root with chains, a fork, a pin and a compacted copy, whose run has ended."""
-    with world(tmp_path_factory.mktemp("ended"), None, policy=Consecutive()) as made:
-        for choice in (1, 2, 0):
-            running.save(made, choice)
+    with begun(tmp_path_factory.mktemp("ended")) as made:
         keeping.pin(made, 2)
         running.restart(made, 1)
         running.fall_back(made, 1)
@@ -104,23 +120,15 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         keeping.compact(made, 0)
         running.restart(made, 0)
         running.save(made, 1)
-        made.end()
-        made.check()
-        made.close_probe()
-        yield made
+        yield end(made)
 
 
 @pytest.fixture(scope="module")
 def replaced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Return a root whose newest checkpoints don't count: a replaced run has committed them."""
-    with world(tmp_path_factory.mktemp("replaced"), None, policy=Consecutive()) as made:
-        for choice in (1, 2, 0):
-            running.save(made, choice)
+    with begun(tmp_path_factory.mktemp("replaced")) as made:
         running.take_over(made, 3)
-        made.end()
-        made.check()
-        made.close_probe()
-        yield made
+        yield end(made)
 
 
 def at_each_call(of: World, folder: Path, outer: str, inner: str) -> Iterator[dict[str, int]]:
