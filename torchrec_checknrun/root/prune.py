@@ -121,8 +121,10 @@ def prune(
             last = max(epochs(claims), default=0)
             if plan.leftovers and claim is not None:
                 fenced = _fence(root, claim, last)
-                plan.leftovers = () if fenced is None else plan.leftovers
-                last = last if fenced is None else fenced
+                if fenced is None:
+                    plan.leftovers = ()
+                else:
+                    last = fenced
             still_ours = partial(require_no_newer, root, last)
         _carry_out(root, plan, claims, below, Deletion(root, known, still_ours))
     problems = tuple(dict.fromkeys(plan.problems))
