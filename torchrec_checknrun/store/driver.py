@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.store.new_file import DriverSink, NewFile
+from torchrec_checknrun.store.retry import is_transient
 from torchrec_checknrun.store.s3 import S3Upload
 
 
@@ -78,25 +79,37 @@ class DriverStore:
         """Return the time a file was last written; None where file or time is unknown."""
         self._fs.invalidate_cache()
         with suppress(NotImplementedError, FileNotFoundError):
-            return float(self._fs.modified(f"{self.path}/{name}").timestamp())
+            found = self._fs.modified(f"{self.path}/{name}")
+            return None if found is None else float(found.timestamp())
         return None
 
     def read(self, name: str, offset: int, length: int | None) -> bytes:
         """Return a part of a file's bytes, shorter where the file ends."""
         path = f"{self.path}/{name}"
-        if length == 0 and self._s3:  # S3 has no empty ranges
-            if self.size(name) is None:
+        if length == 0 or (offset and length is None):
+            # Stores have no empty ranges, and some drivers know none without an end.
+            size = self.size(name)
+            if size is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no such file", path)
-            return b""
+            length = max(size - offset, 0) if length is None else 0
+            if not length:
+                return b""
         end = None if length is None else offset + length
         try:
-            data = cast(bytes, self._fs.cat_file(path, start=offset, end=end))
-        except Exception as error:
-            if code(error) in ("InvalidRange", "416") or getattr(error, "status", None) == 416:
-                return b""  # the range begins at or after the object's end
+            # HDFS' driver opens a file as a stream from its beginning, and then can't go there.
+            data = cast(bytes, self._fs.cat_file(path, start=offset or None, end=end))
+        except FileNotFoundError:
             raise
+        except Exception as error:
+            if length is None or is_transient(error) or not self._ends_by(name, offset):
+                raise
+            return b""  # stores refuse a range that begins at or after the end, each in its way
         # A web server may know no ranges, and sends the whole file.
         return data if length is None or len(data) <= length else data[offset:end]
+
+    def _ends_by(self, name: str, offset: int) -> bool:
+        size = self.size(name)
+        return size is not None and size <= offset
 
     def create(self) -> None:
         """Make the directory; object stores have no directories to make."""
@@ -143,7 +156,7 @@ class DriverStore:
         if self._s3:  # some servers list a directory until it is deleted as an object
             bucket, key, _ = self._fs.split_path(self.path)
             self._fs.call_s3("delete_object", Bucket=bucket, Key=f"{key}/")
-        else:
+        elif "/" in self.path:  # Azure's driver would delete a container with all that it holds
             self._fs.rmdir(self.path)
 
     def sync(self) -> None:
@@ -178,5 +191,5 @@ class DriverStore:
 
 def code(error: BaseException) -> str:
     """Return S3's code of an error; empty for other errors."""
-    response = getattr(error.__cause__, "response", None) or {}
-    return str(response.get("Error", {}).get("Code", ""))
+    response = getattr(error.__cause__, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, Mapping) else ""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
 from torchrec_checknrun.errors import StorageFailed
+from torchrec_checknrun.store.retry import storage_failed
 
 SLICE_BYTES = 64 << 20
 """The most bytes handed over at once, so that progress can be seen."""
@@ -74,7 +76,7 @@ class NewFile:
 
     def _hand_over(self, piece: memoryview) -> int:
         self._require_open()
-        count = self._sink.write(piece)
+        count = self._of_the_sink(lambda: self._sink.write(piece))
         if count is None:
             count = len(piece)  # unknown: the size of the finished file decides
         if not 0 < count <= len(piece):
@@ -95,13 +97,22 @@ class NewFile:
         with self._busy:
             self._require_open()
             try:
-                reported = self._sink.commit()
+                reported = self._of_the_sink(self._sink.commit)
                 self._closed = True
             finally:
                 if self._dropped:
                     self._close()
         if reported is not None:
             require_all(self._name, self._position, reported, "it reports")
+
+    def _of_the_sink(self, act: Callable[[], int | None]) -> int | None:
+        """Run an operation of the sink; make a storage's failure of any error."""
+        try:
+            return act()
+        except OSError:
+            raise
+        except Exception as error:  # drivers have their own
+            raise storage_failed(error, f"writing {self._name}") from error
 
     def _require_open(self) -> None:
         if self._dropped or self._closed:

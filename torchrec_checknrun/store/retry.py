@@ -46,12 +46,15 @@ _S3_STATUS = _STATUS | {409}
 """Status codes of S3's transient errors: by 409 it tells that two conditional puts have met, others
 that a file exists.
 """
-# Classes of botocore, aiohttp, requests and asyncio, by name: these packages may not be installed.
+_DENIED = frozenset({401, 403})
+# Classes of botocore, aiohttp, requests, httpx, azure-core and asyncio, by name: these packages may
+# not be installed.
 _NAMES = frozenset(
     {
         *("HTTPClientError", "ConnectionError", "ResponseStreamingError"),
         *("ResponseParserError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead"),
-        *("ServerTimeoutError", "ChunkedEncodingError"),
+        *("ServerTimeoutError", "ChunkedEncodingError", "TransportError"),
+        *("ServiceRequestError", "ServiceResponseError"),
         "TimeoutError",  # asyncio's, which fsspec raises: on Python 3.10 another than the built-in
     }
 )
@@ -70,7 +73,7 @@ _REMEDIES = {
     errno.ENOMEM: "this machine has too little memory left: give it more, or use less",
 }
 _REFUSED = errno.EREMOTEIO
-"""The error number of a refusal of S3's that has no other meaning here."""
+"""The error number of what stores and their drivers, which are no disks, refuse without one."""
 _OF_THE_READER = frozenset(
     {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, _REFUSED}
 )
@@ -92,10 +95,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _ERRNOS:
         return True
-    for name in ("status", "status_code", "code"):
-        if getattr(error, name, None) in _STATUS:
-            return True
-    if _s3_status(error) in _S3_STATUS:
+    if _status(error) in _STATUS or _s3_status(error) in _S3_STATUS:
         return True
     return any(kind.__name__ in _NAMES for kind in type(error).__mro__)
 
@@ -111,6 +111,16 @@ def _s3_status(error: BaseException) -> int | None:
         return None
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     return status if isinstance(status, int) else None
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error, or the answer it keeps, tells; None where none does."""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status", "status_code", "code"):
+            status = getattr(holder, name, None)
+            if isinstance(status, int):
+                return status
+    return None
 
 
 def tells_nothing(error: BaseException) -> bool:
@@ -176,9 +186,11 @@ def storage_failed(error: Exception, what: str) -> Exception:
     if isinstance(error, (StorageFailed, FileNotFoundError, FileExistsError)):
         return error
     number = error.errno if isinstance(error, OSError) and error.errno else None
-    if number is None and isinstance(error, PermissionError):
+    if number is None and (isinstance(error, PermissionError) or _status(error) in _DENIED):
         number = errno.EACCES
-    kind, remedy = StorageFailed, _REMEDIES.get(number or 0)
+    if number is None:
+        number = _REFUSED
+    kind, remedy = StorageFailed, _REMEDIES.get(number)
     if remedy is None and _s3_status(error) is not None:
         number = _REFUSED
     if remedy is None and "NoCredentials" in type(error).__name__:
@@ -188,7 +200,7 @@ def storage_failed(error: Exception, what: str) -> Exception:
         remedy = "the storage didn't answer as it should, in several tries: check that it is up"
     detail = f"{type(error).__name__}: {error}"
     message = f"{what}: {remedy} ({detail})" if remedy else f"{what}: {detail}"
-    return kind(number or errno.EIO, masked(message))
+    return kind(number, masked(message))
 
 
 def retry_seconds() -> float:
