@@ -170,21 +170,28 @@ def _zeros(value: Any, device: torch.device, on_device: bool) -> Any:
 def state_to_make(
     parameter: Parameter, saved: Tree | None, rows: RowForms, same: bool
 ) -> dict[str, Any] | None:
-    """Return the state, all zeros, to restore into where a parameter has none; None if unknown.
+    """Return the state to restore into where a parameter has none, all zeros, or not all that the
+    same optimizer has saved; None if unknown.
 
     That is what a first step makes. Of the same optimizer it has the saved state's form: the first
-    step may not make it all (Lookahead), or need what only training has (a mode, a closure). If the
-    checkpoint lacks state that was not merely late, it is made as well, so that the later
-    comparison of both reports the difference.
+    step may not make it all (Lookahead), or need what only training has (a mode, a closure), and
+    an optimizer may make a part of it when it is made itself. If the checkpoint lacks state that
+    was not merely late, it is made as well, so that the later comparison of both reports the
+    difference.
 
     Args:
         saved: the state's stored tree.
         rows: the states that are stored with a table's rows, by the optimizer's own names.
         same: whether the optimizer is the one that has saved.
     """
+    present = parameter.state
+    if present is not None and not same:
+        return present
     made = first_state(parameter.optimizer, parameter.group, parameter.parameter)
     if not (rows or tree_items(saved)):
         return made
+    if present is not None:
+        return {**_as_saved(parameter.parameter, made or {}, saved, rows), **present}
     if same or (made is None and saved is not None):
         return _as_saved(parameter.parameter, made or {}, saved, rows)
     return made

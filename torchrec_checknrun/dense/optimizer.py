@@ -182,24 +182,24 @@ class DenseOptimizer:
                 if parameter.state is None:
                     self._set(parameter, first_state_of_own_form(parameter, self._state, path))
                 continue
-            rows = tables.get(table, {})
-            if rows is None:
+            if (rows := tables.get(table, {})) is None:
                 continue
-            state = parameter.state
-            if state is None and (rows or tree_items(of_key) or (strict and not was_late)):
+            state, items = parameter.state, tree_items(of_key)
+            missing = rows or items or (strict and not was_late)
+            if missing if state is None else items.keys() - state.keys():
                 names = own_rows.get(parameter.key, {})
                 forms = {own: rows[fused] for own, fused in names.items() if fused in rows}
                 known = len(forms) == len(names)  # not of a table within modules around the model
                 same = known and self._saved_groups.is_of(parameter)
                 state = state_to_make(parameter, of_key, forms, same)
-            wanted: Collection[Key] = rows if table in tables else tree_items(of_key)
+            wanted: Collection[Key] = rows if table in tables else items
             if wanted and state is not None and not strict:
                 self._compare(parameter, state, set(map(str, wanted)), by_rows=table in tables)
             if parameter.key in self._kept:
                 continue
-            if parameter.state is None:
+            if parameter.state is not state:
                 self._set(parameter, state)
-            elif was_late and not (wanted or tree_items(of_key)):
+            elif was_late and not (wanted or items):
                 self._set(parameter, None)
         found = nodes(self._state)
         groups = self._groups(found, list(self._parameters.of(found)))

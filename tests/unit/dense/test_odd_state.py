@@ -106,6 +106,24 @@ class Windows(Odd):
         )
 
 
+class Early(Odd):
+    """An optimizer that makes a part of its state when it is made itself, the rest at a step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["chosen"] = parameter.detach() > 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            chosen = state["chosen"]
+            moments = state.setdefault("moments", torch.zeros(int(chosen.sum())))
+            moments.lerp_(parameter.grad[chosen], 0.5)
+            parameter[chosen] -= moments * 0.01
+
+
 class Twins(Odd):
     """A tensor of each parameter's state is one of its group, or the optimizer's own, as well."""
 
@@ -130,6 +148,8 @@ OPTIMIZERS: dict[str, Any] = {
     "sets and arrays in torchrec": lambda layers: keyed(layers, Counted),
     "text in torchrec": lambda layers: keyed(layers, Odd),
     "shared in torchrec": lambda layers: keyed(layers, Shared),
+    "a part at once": lambda layers: Early(layers.parameters()),
+    "a part at once in torchrec": lambda layers: keyed(layers, Early),
     "windows": lambda layers: Windows(layers.parameters()),
     "windows in torchrec": lambda layers: keyed(layers, Windows),
 }
