@@ -1,4 +1,5 @@
-"""Notice values that modules count and keep outside of their state dicts: no checkpoint holds them.
+"""Notice values that modules and state objects keep outside of their state dicts: no checkpoint
+holds them.
 
 A step counter in a plain attribute, a window of losses, a buffer with ``persistent=False`` that is
 written to, parameters that are frozen or thawed, parameters beside the model that an optimizer
@@ -24,13 +25,13 @@ from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
 from torchrec_checknrun.snapshot.schedules import Schedules
 from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.own_loading import plain_path
-from torchrec_checknrun.values.shown import MOST_VALUES, Shown, all_leaves, content, may_show
+from torchrec_checknrun.values.shown import MOST_VALUES, Shown, all_leaves, content, may_show, shows
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
-_FRAMEWORKS = frozenset({"torch", "torchrec", "fbgemm_gpu", "torchrec_checknrun"})
-"""Packages whose modules count for themselves, and keep in their state dicts what matters."""
+_FRAMEWORKS = frozenset({"torch", "torchrec", "fbgemm_gpu", "torchdata", "torchrec_checknrun"})
+"""Packages whose objects count for themselves, and keep in their state dicts what matters."""
 _LAYERS = "torch.nn.modules."
 """PyTorch's layers, of which only rates are looked at: programs move a dropout's, say."""
 _METRICS = "torchrec.metrics."
@@ -41,6 +42,8 @@ _SHOWN = " (metric.persistent(True) does for a metric of torchmetrics)"
 _MOST_ITEMS = 256
 """The longest list or dict in which modules are looked for: longer ones are data."""
 _NUMBERS = frozenset({int, float})
+_COUNTS = frozenset({int, bool})
+"""Types of a state object's attributes that are looked at: other numbers are mostly times."""
 _SEQUENCES = frozenset({list, deque})
 
 Mark = tuple[Any, ...]
@@ -50,7 +53,7 @@ version and shape.
 
 
 class LeftOut:
-    """The values of a user's modules that training moves and that no state dict shows.
+    """The values of a user's modules and state objects that training moves and no state dict shows.
 
     Args:
         model: the model, with all modules inside.
@@ -58,7 +61,7 @@ class LeftOut:
     """
 
     def __init__(self, model: nn.Module, states: Mapping[str, object]) -> None:
-        self._modules: list[tuple[str, nn.Module]] = []
+        self._owners: list[tuple[str, Any]] = []
         self._first: dict[tuple[int, str], Mark] = {}
         self._copies: dict[tuple[int, str], bytes] = {}
         self._saves = 0
@@ -69,10 +72,10 @@ class LeftOut:
         self._schedules: Schedules | None = None
         with self._harmless():
             self._schedules = Schedules(states)
-            self._modules = list(_users_modules(model, states))
+            self._owners = [*_users_modules(model, states), *_users_objects(states)]
             self._first = self._marks()
             self._copies = {
-                key: bytes(raw_bytes(_value(self._modules[key[0]][1], key[1])))
+                key: bytes(raw_bytes(_value(self._owners[key[0]][1], key[1])))
                 for key, mark in self._first.items()
                 if mark[0] is torch.Tensor and mark[3].numel() <= MOST_VALUES
             }
@@ -102,7 +105,7 @@ class LeftOut:
             return
         self.begin()  # where the program doesn't call ``step``
         with self._harmless():
-            if self._modules:
+            if self._owners:
                 self._look(saved)
             self._look_at_parameters()
             self._look_beside(saved)
@@ -152,7 +155,7 @@ class LeftOut:
         try:
             yield
         except Exception:
-            self._modules, self._schedules = [], None
+            self._owners, self._schedules = [], None
             logger.warning("values outside of state dicts are not looked at", exc_info=True)
 
     def _look(self, saved: Mapping[str, object]) -> None:
@@ -160,26 +163,30 @@ class LeftOut:
         lost = []
         if moved:
             shown = Shown(saved.values())
-            values = ((key, _value(self._modules[key[0]][1], key[1])) for key in moved)
-            lost = [key for key, value in values if not shown.holds(key[1], value)]
+            for key in moved:
+                (name, owner), attribute = self._owners[key[0]], key[1]
+                value = _value(owner, attribute)
+                own = not isinstance(owner, nn.Module) and shows(saved.get(name), value)
+                if not (own or shown.holds(attribute, value)):
+                    lost.append(key)
         for key in moved:
             del self._first[key]
         if lost:
             logger.warning(
-                "training changes values of modules that are in no state dict: %s. A restored run "
+                "training changes values that are in no state dict: %s. A restored run "
                 "begins with what the program makes of them. Where they matter, register them as "
                 "persistent buffers%s, or give them under their names in a state object: "
                 'state={"counts": …}',
-                listed([f"{self._modules[at][0]}.{name}" for at, name in lost]),
-                _SHOWN if any(_is_hidden(self._modules[at][1], name) for at, name in lost) else "",
+                listed([f"{self._owners[at][0]}.{name}" for at, name in lost]),
+                _SHOWN if any(_is_hidden(self._owners[at][1], name) for at, name in lost) else "",
             )
 
     def _marks(self) -> dict[tuple[int, str], Mark]:
         """Return the marks of all values, by the number of the module and the value's name."""
         return {
             (at, name): mark
-            for at, (_, module) in enumerate(self._modules)
-            for name, mark in _marks_of(module)
+            for at, (_, owner) in enumerate(self._owners)
+            for name, mark in (_marks_of if isinstance(owner, nn.Module) else _counts_of)(owner)
         }
 
     def _has_moved(self, key: tuple[int, str], mark: Mark) -> bool:
@@ -188,7 +195,7 @@ class LeftOut:
             return False
         if mark[0] is not torch.Tensor:
             return mark[1:] != first[1:]
-        module, name = self._modules[key[0]][1], key[1]
+        module, name = self._owners[key[0]][1], key[1]
         # Another attribute in its place may be a mere cache; one of another size is no count.
         written = mark[1] is first[1] and mark[2] != first[2]
         replaced = mark[1] is not first[1] and name in module._buffers
@@ -266,6 +273,20 @@ def _users_modules(
             seen.add(id(module))
 
 
+def _users_objects(states: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the state objects that are of no framework's class, each with its name."""
+    for name, state in states.items():
+        if not isinstance(state, (nn.Module, Optimizer)) and _is_users(type(state)):
+            yield name, state
+
+
+def _counts_of(state: object) -> Iterator[tuple[str, Mark]]:
+    """Yield the whole numbers and flags of a state object that are not private."""
+    for name, value in attributes(state).items():
+        if type(value) in _COUNTS and not name.startswith("_"):
+            yield name, (type(value), value)
+
+
 def _modules_of(name: str, value: object, levels: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield a value that is a module, or those in a list or dict, of as many levels."""
     if isinstance(value, nn.Module):
@@ -330,13 +351,15 @@ def _own_values(item: object) -> Iterable[tuple[str, Any]]:
     return vars(item).items() if hasattr(item, "__dict__") and _is_users(type(item)) else ()
 
 
-def _value(module: nn.Module, name: str) -> Any:
-    if name in module._buffers:
-        return module._buffers[name]
-    if name in vars(module):
-        return vars(module)[name]
+def _value(owner: Any, name: str) -> Any:
+    if not isinstance(owner, nn.Module):
+        return getattr(owner, name)
+    if name in owner._buffers:
+        return owner._buffers[name]
+    if name in vars(owner):
+        return vars(owner)[name]
     attribute, _, rest = name.partition(".")
-    for key, item in vars(module)[attribute].items():
+    for key, item in vars(owner)[attribute].items():
         own, last = dict(_own_values(item)), rest.removeprefix(f"{key}.")
         if last != rest and last in own:  # keys may have dots as well
             return own[last]

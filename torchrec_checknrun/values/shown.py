@@ -45,6 +45,17 @@ def _equals(leaf: object, value: object) -> bool:
     return type(leaf) in _NUMBERS and type(value) in _NUMBERS and leaf == value
 
 
+def shows(state: object, value: int) -> bool:
+    """Return whether a state has a whole number or a flag under any name."""
+
+    def is_it(leaf: object) -> bool:
+        if isinstance(leaf, (list, tuple, deque)):
+            return any(type(item) is type(value) and item == value for item in leaf)
+        return _equals(leaf, value) or (type(leaf) is type(value) and leaf == value)
+
+    return any(is_it(leaf) for _, leaf in _leaves(state))
+
+
 def all_leaves(value: object) -> Iterator[object]:
     """Yield the numbers, tensors, arrays and lists in a state."""
     if isinstance(value, Mapping):

@@ -338,3 +338,35 @@ def test_windows_under_names_with_dots_are_looked_at(
     assert "model.over.windows.loss.aux.calls" in line
     assert "model.over.windows.loss.sums" in line
     assert "are not looked at" not in caplog.text
+
+
+class Windowed:
+    """A state object whose ``state_dict`` shows some of what moves: of torcheval's windows the
+    place of the next value is missing, of schedulefree's wrapper the mode.
+    """
+
+    def __init__(self) -> None:
+        self.window, self.next_inserted, self.batches, self.train_mode = [0.0] * 3, 0, 0, False
+        self.size, self.seconds, self._fetched = 3, 0.0, 0
+
+    def update(self) -> None:
+        self.window[self.next_inserted] += 1.0
+        self.next_inserted = (self.next_inserted + 2) % self.size
+        self.batches, self.train_mode = self.batches + 1, True
+        self.seconds, self._fetched = self.seconds + 0.5, self._fetched + 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": self.window, "position": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.window, self.batches = state["window"], state["position"]
+
+
+def test_numbers_and_modes_of_a_state_object_are_told_once(told: Told) -> None:
+    """Not private ones, which may be a reader's own business, nor times, nor what is shown under
+    another name.
+    """
+    metric = Windowed()
+    lines = told(nn.Linear(2, 2), metric.update, metric=metric)
+    assert len(lines) == 1
+    assert "metric.next_inserted, metric.train_mode. A restored run" in lines[0]
