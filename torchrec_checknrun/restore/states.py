@@ -272,7 +272,8 @@ class StateRestore:
             if name not in head.per_rank:
                 raise IncompatibleCheckpoint(
                     f"{head.id} has no state {name!r} (it has {sorted(head.per_rank)}): restore "
-                    "with the state objects it was saved with"
+                    "with the state objects it was saved with, or keep what it holds now with "
+                    "strict=False"
                 )
             saved_ranks = self._saved_ranks(name)
             for rank in saved_ranks:
@@ -322,7 +323,9 @@ class StateRestore:
         # Whole, not by key: a module may show its own object.
         extra = {k: v for k, v in other_extra_states(value).items() if name == MODEL}
         if not self._fit.strict:
-            value = common_state(current, value, name, self.skipped)
+            value = common_state(
+                current, value, name, self.skipped, self._comes_elsewhere, self._stored.name
+            )
             extra = {k: v for k, v in extra.items() if k in current}
         rest = {k: v for k, v in value.items() if k not in extra} if extra else value
         merged = merge_state(current, rest, self._stored.name, self._kept)
@@ -374,6 +377,10 @@ class StateRestore:
         if id(current) in self._from_trees and isinstance(saved, torch.Tensor):
             write_whole(current, saved)
         return id(current) in self._by_blocks or is_sharded(current)
+
+    def _comes_elsewhere(self, current: object) -> bool:
+        """Return whether a live value is restored from other chunks than its state's."""
+        return self._kept(current, None) or self._stored.covers(current)
 
     def _in_place(self, current: object) -> bool:
         """Return whether a live value is restored in place, from rows or blocks."""
