@@ -156,15 +156,14 @@ class DenseOptimizer:
         return {**content, **{name: value for name, value in beside.items() if value}}
 
     def fit(
-        self, tree: Tree, path: str, tables: Mapping[str, RowForms | None], strict: bool
+        self,
+        tree: Tree,
+        path: str,
+        tables: Mapping[str, RowForms | None],
+        skipped: list[str] | None,
     ) -> dict[str, Any]:
-        """Make the live state match a checkpoint's, see ``DenseStates.fit``.
-
-        Args:
-            tree: the optimizer's stored tree.
-            path: the optimizer's name in errors.
-        """
-        stored = tree_items(tree)
+        """Make the live state match a stored tree, see ``DenseStates.fit``; ``path`` names it."""
+        stored, strict = tree_items(tree), skipped is None
         self._saved_groups = SavedGroups(stored)
         self._parameters.numbered = self._saved_groups.numbered
         saved = tree_items(stored.get("state"))
@@ -203,8 +202,8 @@ class DenseOptimizer:
                 self._set(parameter, None)
         found = nodes(self._state)
         groups = self._groups(found, list(self._parameters.of(found)))
-        self._changed |= check_groups(self._saved_groups, groups, path, strict, tables)
-        check_wrappers(tree_items(stored.get(WRAPPERS)), found, path, strict)
+        self._changed |= check_groups(self._saved_groups, groups, path, skipped, tables)
+        check_wrappers(tree_items(stored.get(WRAPPERS)), found, path, skipped)
         parameters = list(self._parameters)
         made = {p.key: state for p in parameters if (state := p.state) is not None}
         content = self._content(own_state_dict(self._state), found, parameters, made)

@@ -211,7 +211,8 @@ class StateRestore:
             _, tree = by_rank.get(None) or by_rank.get(self._rank) or next(iter(by_rank.values()))
             found[name] = with_blocks(tree, name, self._saved)
         resized = self._head.world_size != self._world
-        self._state_dict.update(self._optimizers.fit(found, tables, self._fit.strict, resized))
+        skipped = None if self._fit.strict else self.skipped
+        self._state_dict.update(self._optimizers.fit(found, tables, skipped, resized))
 
     def split_buffers(self) -> None:
         """Move the buffers that were saved per rank from the model's state dict to one of their
