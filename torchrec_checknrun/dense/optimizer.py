@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.dense.checks import check_groups, check_keys, check_wrappers, fixed
-from torchrec_checknrun.dense.first_state import first_state_of_own_form, state_to_make
+from torchrec_checknrun.dense.first_state import first_state_of_own_form, is_resized, state_to_make
 from torchrec_checknrun.dense.optimizers import row_names, row_states
 from torchrec_checknrun.dense.param_groups import (
     GROUPS,
@@ -193,7 +193,8 @@ class DenseOptimizer:
                 state = state_to_make(parameter, of_key, forms, same)
             wanted: Collection[Key] = rows if table in tables else tree_items(of_key)
             if wanted and state is not None and not strict:
-                self._compare(parameter, state, set(map(str, wanted)), by_rows=table in tables)
+                of_own = None if table in tables else of_key
+                self._compare(parameter, state, set(map(str, wanted)), of_own)
             if parameter.key in self._kept:
                 continue
             if parameter.state is None:
@@ -293,14 +294,14 @@ class DenseOptimizer:
         self._changed, self._kept, self._of_none = set(), set(), set()
 
     def _compare(
-        self, parameter: Parameter, own: dict[str, Any], saved: set[str], by_rows: bool
+        self, parameter: Parameter, own: dict[str, Any], saved: set[str], tree: Tree | None
     ) -> None:
-        """Note whether a parameter's saved state is of another kind of optimizer.
-
-        If so its group keeps the live options, and the parameter keeps its live state if the two
-        kinds have no state in common.
+        """Note the options to keep, if a saved state (of rows without ``tree``) is another kind's;
+        and the state to keep, if the kinds have none in common, or that is of another shape.
         """
-        names = set(row_states(own, parameter.parameter) if by_rows else own)
+        if tree is not None and is_resized(parameter, tree):
+            self._kept.add(parameter.key)
+        names = set(row_states(own, parameter.parameter) if tree is None else own)
         if names != saved:
             self._changed.add(parameter.key)
             if not names & saved - {"step"}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from torchrec_checknrun import Checkpointer, RestoreReport
 
@@ -21,7 +23,15 @@ class Two(nn.Module):
         self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 1)
 
 
-Make = Callable[[Two], torch.optim.Optimizer]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def keyed(model: nn.Module) -> torch.optim.Optimizer:
+    return KeyedOptimizerWrapper(dict(model.named_parameters()), lambda p: torch.optim.Adam(p))
 
 
 def apart(model: Two) -> torch.optim.Optimizer:
@@ -81,3 +91,47 @@ def test_a_group_of_one_side(tmp_path: Path, saved: Make, live: Make) -> None:
     assert lines == [
         f"state o.param_groups: only the {where} has a parameter group with ['b.bias', 'b.weight']"
     ]
+
+
+@pytest.mark.parametrize("make", [adam, keyed])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_layer_of_another_shape(tmp_path: Path, make: Make, trained: bool) -> None:
+    """Keep its moments as well: those of another shape would end training's next step."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+
+    def job(columns: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, columns))
+        return model, make(model)
+
+    old, its_optimizer = job(1)
+    train(old, its_optimizer)
+    with Checkpointer(tmp_path, model=old, state={"o": its_optimizer}) as saver:
+        saver.step()
+        saver.save()
+    new, optimizer = job(3)
+    if trained:
+        train(new, optimizer)
+    kept = copy.deepcopy(new[1].state_dict())
+    with Checkpointer(tmp_path, model=new, state={"o": optimizer}) as saver:
+        report = saver.restore(strict=False)
+        assert report is not None
+        assert report.skipped == (
+            "state model.1.bias: of another shape or type than the model's",
+            "state model.1.weight: of another shape or type than the model's",
+            "state o.state.1.bias: only in the checkpoint",
+            "state o.state.1.weight: only in the checkpoint",
+        )
+        assert torch.equal(new.state_dict()["0.weight"], old.state_dict()["0.weight"])
+        assert all(torch.equal(value, kept[name]) for name, value in new[1].state_dict().items())
+        train(new, optimizer)
+        saver.step()
+        saver.save()
+    again, optimizer = job(3)
+    with Checkpointer(tmp_path, model=again, state={"o": optimizer}) as saver:
+        saver.restore()
+        assert torch.equal(again.state_dict()["1.weight"], new.state_dict()["1.weight"])
+        train(again, optimizer)
