@@ -225,6 +225,8 @@ def full_name(name: str, tables: Collection[str], where: str) -> str:
     if len(found) == 1:
         return found[0]
     names = sorted(found or tables)
+    if not names:
+        raise IncompatibleCheckpoint(f"{where} has no table {name!r}, nor any other")
     raise IncompatibleCheckpoint(
         f"{where} has {'several tables' if found else 'no table'} {name!r}: give one of "
         + ", ".join(names[:8])

@@ -59,6 +59,8 @@ def test_names_that_are_exchanged_are_told(caplog: pytest.LogCaptureFixture) -> 
 def test_a_name_of_neither_is_refused() -> None:
     with pytest.raises(IncompatibleCheckpoint, match="the checkpoint has no table 'x'"):
         match("ac", "bc", x="b")
+    with pytest.raises(IncompatibleCheckpoint, match="the checkpoint has no table 'x', nor any"):
+        match("", "b", x="b")
 
 
 def test_a_planner_s_choice_on_other_ranks_is_no_other_optimizer() -> None:
