@@ -83,8 +83,8 @@ class Checkpointer(WrittenByHand):
         max_failures: how many background failures in a row are only logged, but by ``close``.
         retention: checkpoints to keep after a commit, others are deleted in background; None: all.
         resume: the default of ``restore()``: ``auto`` takes the newest complete chain, or starts
-            fresh where there is no checkpoint; ``must`` raises there; ``never`` starts fresh in any
-            case (after a restart by torchrun, too), and deletes nothing of the chain there.
+            fresh where there is no checkpoint; ``must`` raises there; ``never`` starts fresh unless
+            one is named or required (after a restart by torchrun, too), and keeps the chain there.
         timeout_seconds: how long a save, a restore or ``close`` waits without any answer from other
             ranks or the storage.
         chunk_bytes: bytes of memory for the rows of a chunk, with every copy of them that a save
