@@ -90,6 +90,6 @@ class StoreUnreachable(CheckNRunError):
 
 
 class ImagesRefused(CheckNRunError):
-    """Images that this machine or this model can't have: too little shared memory, or tables that
-    don't live in CPU memory.
+    """Images, or copies in memory, that this machine or this model can't have: too little shared
+    memory, tables that don't live in CPU memory, too much state beside them.
     """

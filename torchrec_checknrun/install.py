@@ -76,8 +76,9 @@ from torchrec_checknrun.native import build_command, has_extension
 torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(torch.zeros(1, 4))
 if sys.argv[1] == "cuda" and torch.version.cuda is None:
     sys.exit(
-        f"torch {torch.__version__} is built without CUDA. Run `pip uninstall torch`, have pip find"
-        " PyTorch's CUDA packages (see README) and install again; or choose --device cpu."
+        f"torch {torch.__version__} is built without CUDA. Run `pip uninstall torch`, set pip to an"
+        " index with PyTorch's CUDA packages (PIP_INDEX_URL; https://pytorch.org names them) and"
+        " install again; or choose --device cpu."
     )
 compiled = has_extension()  # a warning says why not
 kernel = "with" if compiled else "without"

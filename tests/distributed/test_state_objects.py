@@ -250,7 +250,7 @@ def modules(root: str, spec: dict[str, Any], plan: Any) -> None:
         saver.restore()
     assert is_alike(fits.state_dict()["0.weight"], module.state_dict()["0.weight"].double())
     with checkpointer(root, other, state={"module": Strict(1)}) as saver:
-        with pytest.raises(ModelPartlyRestored, match="not this"):
+        with pytest.raises(ModelPartlyRestored, match=r"not this.*leave the object out"):
             saver.restore()
         with pytest.raises(ModelPartlyRestored):
             saver.step()

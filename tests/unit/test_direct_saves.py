@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from tests.unit.tracked_model import DIM, ROWS, WIDE, make_model, modified, table, train
 from torchrec_checknrun import Quantization
-from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from torchrec_checknrun.dcp import Fit, LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from torchrec_checknrun.tracking import TrackedModel, track
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -85,6 +85,20 @@ class TestDirectSaves:
         train(model, a=[[6]])
         assert self.save(tmp_path / "3", tracked).kind == "differential"
         self.check(tmp_path / "3", model)
+
+    def test_a_load_that_allows_differences(self, tracked: TrackedModel, tmp_path: Path) -> None:
+        """Skip what only one side has, as the error of a strict load advises."""
+        path = tmp_path / "one"
+        planner = SavePlanner(tracked)
+        dcp.save({"a": {"x": 1}}, storage_writer=StorageWriter(path), planner=planner)
+        state = {"a": {"x": 0, "y": 2}, "new": {"z": 3}}
+        with pytest.raises(CheckpointException, match="strict=False"):
+            dcp.load(state, storage_reader=StorageReader(path), planner=LoadPlanner(tracked))
+        allowing = LoadPlanner(tracked, fit=Fit(strict=False))
+        dcp.load(state, storage_reader=StorageReader(path), planner=allowing)
+        assert state == {"a": {"x": 1, "y": 2}, "new": {"z": 3}}
+        wanted = {"state a.y: not in the checkpoint", "state 'new': not in the checkpoint"}
+        assert {*allowing.skipped} == wanted
 
     def test_a_second_save_into_the_same_directory_loses_nothing(
         self, model: nn.Module, tracked: TrackedModel, tmp_path: Path

@@ -131,7 +131,7 @@ class Quantization:
             checkpoint, so that rows of rare ids keep their training; more bytes.
         reference_bytes: ``delta``, ``lc``: a rank's memory for what the last checkpoint restores
             (by ``lc`` as much as the tables in fp32); tables beyond are stored by ``fisher``, and
-            ``adaptive`` of as many bits. None: half of the free memory.
+            ``adaptive`` of as many bits. None: half of the free memory, over local ranks.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.

@@ -7,5 +7,6 @@ planner needs the writer, or the reader, of this package. Read ``save.py`` first
 
 from torchrec_checknrun.dcp.load import LoadPlanner, StorageReader
 from torchrec_checknrun.dcp.save import SavePlanner, StorageWriter, models_of
+from torchrec_checknrun.restore.fit import Fit
 
-__all__ = ["LoadPlanner", "SavePlanner", "StorageReader", "StorageWriter", "models_of"]
+__all__ = ["Fit", "LoadPlanner", "SavePlanner", "StorageReader", "StorageWriter", "models_of"]

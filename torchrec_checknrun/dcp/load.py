@@ -49,7 +49,8 @@ class LoadPlanner(DcpLoadPlanner):
             over. None: rows are restored into the tables of the state dict.
         per_rank: merge functions of states of which each rank has its own, by name, for another
             number of ranks; None or absent: such a state is an error on another number of ranks.
-        fit: allowed differences between checkpoint and model.
+        fit: allowed differences between checkpoint and model: ``Fit(strict=False)`` and the like,
+            as ``Checkpointer.restore`` allows them by arguments of their own.
         dry_run: read, verify and decode everything, but change nothing.
     """
 

@@ -48,7 +48,11 @@ def check_keys(found: Iterable[Node], listed: Collection[Key]) -> None:
 
 
 def check_groups(
-    saved: SavedGroups, live: Sequence[Group], path: str, strict: bool, tables: Collection[str]
+    saved: SavedGroups,
+    live: Sequence[Group],
+    path: str,
+    skipped: list[str] | None,
+    tables: Collection[str],
 ) -> set[Key]:
     """Refuse groups whose parameters had different options, and parameters in one side's groups.
 
@@ -56,7 +60,8 @@ def check_groups(
 
     Args:
         path: the optimizer's name in errors.
-        strict: refuse; otherwise warn, and keep the live options that differ.
+        skipped: receives a line for each group whose options stay as they are, or that is left
+            out; None: such groups are refused.
         tables: names of the model's tables.
 
     Returns:
@@ -70,31 +75,34 @@ def check_groups(
         matching = saved.match(group)
         if saved.agree(matching):
             continue
-        if strict:
+        text = (
+            f"{path}.{GROUPS}: {sorted(map(str, group.keys))[:8]} are in one parameter group, but "
+            f"were in {len(matching)} with different options"
+        )
+        if skipped is None:
             raise IncompatibleCheckpoint(
-                f"{path}.{GROUPS}: {sorted(map(str, group.keys))[:8]} are in one parameter "
-                f"group, but were in {len(matching)} with different options: group the "
-                "parameters as they were when the checkpoint was saved, or keep the options "
-                "with strict=False"
+                f"{text}: group the parameters as they were when the checkpoint was saved, or keep "
+                "the options with strict=False"
             )
+        skipped.append(f"state {text}")
         changed |= set(group.keys)
     sides = ("checkpoint", "optimizer")
     for side, keys in zip(sides, saved.on_one_side(live), strict=True):
         if not (names := sorted(str(key) for key in keys if not _is_table(key, tables))):
             continue
-        text = (
-            f"{path}.{GROUPS}: only the {side} has a parameter group with {names[:8]}: make "
-            "the optimizer with the groups that it had when the checkpoint was saved (call "
-            "add_param_group before the restore)"
-        )
-        if strict:
-            raise IncompatibleCheckpoint(f"{text}, or leave that out with strict=False")
-        logger.warning("%s", text)
+        text = f"{path}.{GROUPS}: only the {side} has a parameter group with {names[:8]}"
+        if skipped is None:
+            raise IncompatibleCheckpoint(
+                f"{text}: make the optimizer with the groups that it had when the checkpoint was "
+                "saved (call add_param_group before the restore), or leave that out with "
+                "strict=False"
+            )
+        skipped.append(f"state {text}")
     return changed
 
 
 def check_wrappers(
-    saved: Mapping[Key, Tree], live: Sequence[Node], path: str, strict: bool
+    saved: Mapping[Key, Tree], live: Sequence[Node], path: str, skipped: list[str] | None
 ) -> None:
     """Refuse a checkpoint whose wrappers had counters that no live wrapper takes.
 
@@ -103,22 +111,28 @@ def check_wrappers(
     Args:
         saved: stored wrappers by identity.
         path: the optimizer's name in messages.
-        strict: refuse; otherwise such counters are left out.
+        skipped: receives a line for each wrapper's counters that are left out; None: these are
+            refused.
 
     Raises:
         IncompatibleCheckpoint: names the counters and the wrapper.
     """
     own = {node.identity: own_parameters(node).keys() for node in live}
     made_of = f"it is made of {sorted(own)}"
-    for identity, of_node in saved.items() if strict else ():
+    for identity, of_node in saved.items():
         names = tree_items(tree_items(of_node).get("state")).keys()
-        if lost := names - own.get(str(identity), set()):
+        if not (lost := names - own.get(str(identity), set())):
+            continue
+        text = (
+            f"{path}.{WRAPPERS}: the checkpoint has {sorted(map(str, lost))} of {identity}, which "
+            f"this optimizer does not have ({made_of})"
+        )
+        if skipped is None:
             raise IncompatibleCheckpoint(
-                f"{path}.{WRAPPERS}: the checkpoint has {sorted(map(str, lost))} of "
-                f"{identity}, which this optimizer does not have ({made_of}): "
-                "wrap it as it was when the checkpoint was saved, or leave that out with "
+                f"{text}: wrap it as it was when the checkpoint was saved, or leave that out with "
                 "strict=False"
             )
+        skipped.append(f"state {text}")
     for identity, attributes in without_takers(saved, live).items():
         logger.warning(
             "%s.%s: %s of %s are not restored, since this optimizer has no such wrapper (%s): if "

@@ -220,6 +220,22 @@ def first_state_of_own_form(parameter: Parameter, owner: Optimizer, path: str) -
     return made
 
 
+def is_resized(parameter: Parameter, saved: Tree | None) -> bool:
+    """Return whether a saved state is of a parameter of another shape: a state that has the
+    parameter's shape now had another one. Not even a part of that can be restored into this one.
+    """
+    own = parameter.state
+    if own is None:
+        own = first_state(parameter.optimizer, parameter.group, parameter.parameter) or {}
+    shape, nodes = parameter.parameter.shape, tree_items(saved)
+    return any(
+        isinstance(value, torch.Tensor)
+        and value.shape == shape
+        and nodes.get(name, {}).get("shape", list(shape)) != list(shape)
+        for name, value in own.items()
+    )
+
+
 def _as_saved(
     parameter: torch.Tensor, made: Mapping[str, Any], saved: Tree | None, rows: RowForms
 ) -> dict[str, Any]:

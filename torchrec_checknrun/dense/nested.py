@@ -6,7 +6,6 @@ keeps state of its own beside the inner one's, and torch's state dict shows only
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -18,8 +17,6 @@ from torchrec_checknrun.dense.tree import hidden_optimizers
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.row_chunk import RowForms
 from torchrec_checknrun.values.state import Tree, tree_items
-
-logger = logging.getLogger(__name__)
 
 INNER = "inner"
 """Key of the hidden optimizers' stored forms, by identity and attribute."""
@@ -61,7 +58,11 @@ class NestedOptimizer:
         return content
 
     def fit(
-        self, tree: Tree, path: str, tables: Mapping[str, RowForms | None], strict: bool
+        self,
+        tree: Tree,
+        path: str,
+        tables: Mapping[str, RowForms | None],
+        skipped: list[str] | None,
     ) -> dict[str, Any]:
         """Make the live state match a checkpoint's, see ``DenseStates.fit``.
 
@@ -74,15 +75,15 @@ class NestedOptimizer:
                 f"{path}.{INNER}: the checkpoint has optimizers {sorted(map(str, saved))} inside "
                 f"this one, and there are {sorted(self._inner)} now"
             )
-            if strict:
+            if skipped is None:
                 raise IncompatibleCheckpoint(
                     f"{message}: build it as it was when the checkpoint was saved, or keep the "
                     "state of those that differ with strict=False"
                 )
-            logger.warning("%s: those that differ keep their state", message)
-        content = self._outer.fit(tree, path, tables, strict)
+            skipped.append(f"state {message}: those that differ keep their state")
+        content = self._outer.fit(tree, path, tables, skipped)
         inner = {
-            name: optimizer.fit(saved[name], f"{path}.{INNER}.{name}", tables, strict)
+            name: optimizer.fit(saved[name], f"{path}.{INNER}.{name}", tables, skipped)
             for name, optimizer in self._inner.items()
             if name in saved
         }

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_checknrun.dense.checks import check_groups, check_keys, check_wrappers, fixed
-from torchrec_checknrun.dense.first_state import first_state_of_own_form, state_to_make
+from torchrec_checknrun.dense.first_state import first_state_of_own_form, is_resized, state_to_make
 from torchrec_checknrun.dense.optimizers import row_names, row_states
 from torchrec_checknrun.dense.param_groups import (
     GROUPS,
@@ -156,15 +156,14 @@ class DenseOptimizer:
         return {**content, **{name: value for name, value in beside.items() if value}}
 
     def fit(
-        self, tree: Tree, path: str, tables: Mapping[str, RowForms | None], strict: bool
+        self,
+        tree: Tree,
+        path: str,
+        tables: Mapping[str, RowForms | None],
+        skipped: list[str] | None,
     ) -> dict[str, Any]:
-        """Make the live state match a checkpoint's, see ``DenseStates.fit``.
-
-        Args:
-            tree: the optimizer's stored tree.
-            path: the optimizer's name in errors.
-        """
-        stored = tree_items(tree)
+        """Make the live state match a stored tree, see ``DenseStates.fit``; ``path`` names it."""
+        stored, strict = tree_items(tree), skipped is None
         self._saved_groups = SavedGroups(stored)
         self._parameters.numbered = self._saved_groups.numbered
         saved = tree_items(stored.get("state"))
@@ -194,7 +193,8 @@ class DenseOptimizer:
                 state = state_to_make(parameter, of_key, forms, same)
             wanted: Collection[Key] = rows if table in tables else items
             if wanted and state is not None and not strict:
-                self._compare(parameter, state, set(map(str, wanted)), by_rows=table in tables)
+                of_own = None if table in tables else of_key
+                self._compare(parameter, state, set(map(str, wanted)), of_own)
             if parameter.key in self._kept:
                 continue
             if parameter.state is not state:
@@ -203,8 +203,8 @@ class DenseOptimizer:
                 self._set(parameter, None)
         found = nodes(self._state)
         groups = self._groups(found, list(self._parameters.of(found)))
-        self._changed |= check_groups(self._saved_groups, groups, path, strict, tables)
-        check_wrappers(tree_items(stored.get(WRAPPERS)), found, path, strict)
+        self._changed |= check_groups(self._saved_groups, groups, path, skipped, tables)
+        check_wrappers(tree_items(stored.get(WRAPPERS)), found, path, skipped)
         parameters = list(self._parameters)
         made = {p.key: state for p in parameters if (state := p.state) is not None}
         content = self._content(own_state_dict(self._state), found, parameters, made)
@@ -294,14 +294,14 @@ class DenseOptimizer:
         self._changed, self._kept, self._of_none = set(), set(), set()
 
     def _compare(
-        self, parameter: Parameter, own: dict[str, Any], saved: set[str], by_rows: bool
+        self, parameter: Parameter, own: dict[str, Any], saved: set[str], tree: Tree | None
     ) -> None:
-        """Note whether a parameter's saved state is of another kind of optimizer.
-
-        If so its group keeps the live options, and the parameter keeps its live state if the two
-        kinds have no state in common.
+        """Note the options to keep, if a saved state (of rows without ``tree``) is another kind's;
+        and the state to keep, if the kinds have none in common, or that is of another shape.
         """
-        names = set(row_states(own, parameter.parameter) if by_rows else own)
+        if tree is not None and is_resized(parameter, tree):
+            self._kept.add(parameter.key)
+        names = set(row_states(own, parameter.parameter) if tree is None else own)
         if names != saved:
             self._changed.add(parameter.key)
             if not names & saved - {"step"}:

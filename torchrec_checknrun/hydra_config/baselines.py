@@ -169,7 +169,8 @@ class DcpCheckpointer(_Baseline):
         """
         required = self._resume == "must" if required is None else required
         started = time.perf_counter()
-        path = None if self._resume == "never" else self._ranks.from_rank_0(self._newest)
+        fresh = self._resume == "never" and not required
+        path = None if fresh else self._ranks.from_rank_0(self._newest)
         if path is None and required:
             raise CheckpointNotFound(
                 f"nothing to restore: no checkpoint in {self._root}. Name the root that the "

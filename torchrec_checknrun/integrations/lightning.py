@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from torchrec_checknrun.options.arguments import PerRank
+from torchrec_checknrun.root.report import RestoreReport
 from torchrec_checknrun.run.checkpointer import Checkpointer
 from torchrec_checknrun.schedule.triggers import OnSigterm
 
@@ -90,6 +91,10 @@ class CheckNRun(Callback):
             **self._state,
         }
 
+    def restore(self, checkpointer: Checkpointer) -> RestoreReport | None:
+        """Restore the run; override to name a checkpoint, or with ``strict=False`` and the like."""
+        return checkpointer.restore()
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the Checkpointer and restore; not for a run that tries a few batches out."""
         if trainer.fast_dev_run:
@@ -99,7 +104,7 @@ class CheckNRun(Callback):
         self.checkpointer = Checkpointer(
             self._root, model=model, state=self.states(trainer, pl_module), **self._options
         )
-        if self.checkpointer.restore() is not None:
+        if self.restore(self.checkpointer) is not None:
             _warn_of_plateaus(trainer)
         _warn_of_hooks(trainer, pl_module)
         self._end_steps_of(pl_module)

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchrec_checknrun.integrations.rng import RngState
+from torchrec_checknrun.root.report import RestoreReport
 from torchrec_checknrun.run.checkpointer import Checkpointer
 
 try:
@@ -75,13 +76,17 @@ class CheckNRun(Callback):
         }
         return {**own, **self._state}
 
+    def restore(self, checkpointer: Checkpointer) -> RestoreReport | None:
+        """Restore the run; override to name a checkpoint, or with ``strict=False`` and the like."""
+        return checkpointer.restore()
+
     def on_train_start(self, state: State, unit: TTrainUnit) -> None:
         """Make the Checkpointer and restore."""
         model: nn.Module = getattr(unit, self._model)
         states = self.states(unit)
         self._warn_of_readers(unit)
         self.checkpointer = Checkpointer(self._root, model=model, state=states, **self._options)
-        self.checkpointer.restore()
+        self.restore(self.checkpointer)
 
     def on_train_step_end(self, state: State, unit: TTrainUnit) -> None:
         """Count a step; save if that is due."""

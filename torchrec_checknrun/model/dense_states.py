@@ -103,7 +103,7 @@ class DenseStates:
         self,
         trees: Mapping[str, Tree],
         tables: Mapping[str, RowForms | None],
-        strict: bool,
+        skipped: list[str] | None,
         resized: bool = False,
     ) -> dict[str, Any]:
         """Make the live optimizers' state match a checkpoint's, to be restored in place.
@@ -112,7 +112,8 @@ class DenseStates:
             trees: the stored trees, by name.
             tables: by each of the model's tables, the optimizer state stored with its rows; None
                 for a table that isn't restored.
-            strict: whether the optimizers must be the saved ones.
+            skipped: receives a line for each part that is left out, or stays as it is; None: the
+                optimizers must be the saved ones.
             resized: the checkpoint was saved by another number of ranks.
 
         Returns:
@@ -127,7 +128,7 @@ class DenseStates:
         self._fitted = self._optimizers(
             self._states.keys() & trees.keys(), list(self._elsewhere()), resized
         )
-        fitted = {n: o.fit(trees[n], n, tables, strict) for n, o in self._fitted.items()}
+        fitted = {n: o.fit(trees[n], n, tables, skipped) for n, o in self._fitted.items()}
         for name in self._holders.keys() & trees.keys():
             self._loading.append(self._holders[name])
             self._late.append(LateStates(self._holders[name], self._names(), self._sharded()))

@@ -86,10 +86,15 @@ def match_tables(
     for name in sorted(missing if only is None else missing & only):
         message = f"table {name!r} ({_size(wanted[name])}): only in the model"
         if fit.strict:
+            remedy = (
+                "restore into the model that was saved, give new names with map={old: new}, or "
+                "keep the table's initialisation with strict=False"
+                if only is None
+                else "give its name there with map={old: new}, or leave it out of the tables to "
+                "load"
+            )
             raise IncompatibleCheckpoint(
-                f"{message}. The checkpoint has {listed(sorted(saved))}: restore into the model "
-                "that was saved, give new names with map={old: new}, or keep the table's "
-                "initialisation with strict=False"
+                f"{message}. The checkpoint has {listed(sorted(saved))}: {remedy}"
             )
         skipped.append(message)
     return Match(target, resized or bool(skipped) or only is not None, skipped)
@@ -156,11 +161,15 @@ def check_rows(
         return None
     saved, live = _describe(header.optimizer), _describe(wanted)
     if fit.strict:
+        others = (
+            "skip state on one side only with strict=False, or load the weights alone with "
+            "load_tables"
+            if fit.only is None
+            else "or load the weights alone, without optimizer=True"
+        )
         raise IncompatibleCheckpoint(
             f"table {shard.table!r} was saved with optimizer state {saved}, the model's optimizer "
-            f"has {live}: {_of_replica(shard)}use the optimizer it "
-            "was trained with, skip state on one side only with strict=False, or load the weights "
-            "alone with load_tables"
+            f"has {live}: {_of_replica(shard)}use the optimizer it was trained with, {others}"
         )
     return f"table {shard.table!r}: optimizer state was saved as {saved}, the model has {live}"
 
@@ -216,6 +225,8 @@ def full_name(name: str, tables: Collection[str], where: str) -> str:
     if len(found) == 1:
         return found[0]
     names = sorted(found or tables)
+    if not names:
+        raise IncompatibleCheckpoint(f"{where} has no table {name!r}, nor any other")
     raise IncompatibleCheckpoint(
         f"{where} has {'several tables' if found else 'no table'} {name!r}: give one of "
         + ", ".join(names[:8])

@@ -367,5 +367,6 @@ def _load_state(name: str, state: Stateful, content: Any) -> None:
     except Exception as error:
         raise _RefusedState(
             f"state {name!r} refused its restored content: {type(state).__name__}.load_state_dict "
-            f"raised {error!r}"
+            f"raised {error!r}. Let it take what its state_dict() gave, or leave the object out of "
+            "`state`"
         ) from error

@@ -62,7 +62,8 @@ def check_state(
             raise IncompatibleCheckpoint(
                 f"{path}: the checkpoint has {found}, the model wants {wanted}: build the model as "
                 "it was when the checkpoint was saved; where the first forward pass makes the "
-                "shape (observers), make one before restore()"
+                "shape (observers), make one before restore(); or keep the present value with "
+                "strict=False"
             )
 
 
@@ -86,13 +87,15 @@ def _check_items(
         elif not of_table(key) and not _all_covered(value, covered):
             raise IncompatibleCheckpoint(
                 f"{path}.{key} is not in the checkpoint, which has {_some(saved)}: restore with "
-                "the model and state objects it was saved with, or start a fresh run"
+                "the model and state objects it was saved with, or keep the present value with "
+                "strict=False"
             )
     extra = [key for key in saved.keys() - current.keys() if not of_table(key)]
     if exact and extra:
         raise IncompatibleCheckpoint(
             f"{path}.{extra[0]} is in the checkpoint only; the model's has {_some(current)}: "
-            "restore with the state objects (the optimizer) it was saved with"
+            "restore with the state objects (the optimizer) it was saved with, or leave that out "
+            "with strict=False"
         )
 
 
@@ -107,17 +110,30 @@ def _some(saved: Mapping[Any, object]) -> str:
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing there"
 
 
-def common_state(current: Any, saved: Any, path: str, skipped: list[str]) -> Any:
+def common_state(
+    current: Any,
+    saved: Any,
+    path: str,
+    skipped: list[str],
+    covered: Callable[[object], bool],
+    of_table: Callable[[object], bool] = never,
+) -> Any:
     """Return the part of ``saved`` that fits a live state dict, for restores that aren't strict.
 
     Args:
+        covered, of_table: as in ``check_state``.
         skipped: receives a line for each misfit: a key of one side only, or a tensor of another
             shape or dtype.
     """
     if isinstance(current, dict) and isinstance(saved, dict):
         skipped += [f"state {path}.{key}: only in the checkpoint" for key in saved.keys() - current]
+        skipped += [
+            f"state {path}.{key}: not in the checkpoint"
+            for key, value in current.items()
+            if not (key in saved or of_table(key) or _all_covered(value, covered))
+        ]
         return {
-            key: common_state(current[key], value, f"{path}.{key}", skipped)
+            key: common_state(current[key], value, f"{path}.{key}", skipped, covered, of_table)
             for key, value in saved.items()
             if key in current
         }

@@ -211,7 +211,8 @@ class StateRestore:
             _, tree = by_rank.get(None) or by_rank.get(self._rank) or next(iter(by_rank.values()))
             found[name] = with_blocks(tree, name, self._saved)
         resized = self._head.world_size != self._world
-        self._state_dict.update(self._optimizers.fit(found, tables, self._fit.strict, resized))
+        skipped = None if self._fit.strict else self.skipped
+        self._state_dict.update(self._optimizers.fit(found, tables, skipped, resized))
 
     def split_buffers(self) -> None:
         """Move the buffers that were saved per rank from the model's state dict to one of their
@@ -272,7 +273,8 @@ class StateRestore:
             if name not in head.per_rank:
                 raise IncompatibleCheckpoint(
                     f"{head.id} has no state {name!r} (it has {sorted(head.per_rank)}): restore "
-                    "with the state objects it was saved with"
+                    "with the state objects it was saved with, or keep what it holds now with "
+                    "strict=False"
                 )
             saved_ranks = self._saved_ranks(name)
             for rank in saved_ranks:
@@ -322,7 +324,9 @@ class StateRestore:
         # Whole, not by key: a module may show its own object.
         extra = {k: v for k, v in other_extra_states(value).items() if name == MODEL}
         if not self._fit.strict:
-            value = common_state(current, value, name, self.skipped)
+            value = common_state(
+                current, value, name, self.skipped, self._comes_elsewhere, self._stored.name
+            )
             extra = {k: v for k, v in extra.items() if k in current}
         rest = {k: v for k, v in value.items() if k not in extra} if extra else value
         merged = merge_state(current, rest, self._stored.name, self._kept)
@@ -374,6 +378,10 @@ class StateRestore:
         if id(current) in self._from_trees and isinstance(saved, torch.Tensor):
             write_whole(current, saved)
         return id(current) in self._by_blocks or is_sharded(current)
+
+    def _comes_elsewhere(self, current: object) -> bool:
+        """Return whether a live value is restored from other chunks than its state's."""
+        return self._kept(current, None) or self._stored.covers(current)
 
     def _in_place(self, current: object) -> bool:
         """Return whether a live value is restored in place, from rows or blocks."""

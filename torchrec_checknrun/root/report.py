@@ -181,7 +181,9 @@ class RestoreReport:
     Attributes:
         chain: ids of the checkpoints read, oldest first.
         passed_over: newer checkpoints that could not be used, with the reasons.
-        skipped: content that only the checkpoint or only the model has (with ``strict=False``).
+        lossy: whether rows were read that had been stored with a loss.
+        skipped: content that only the checkpoint or only the model has, or that has another shape
+            or type there (with ``strict=False``).
         seconds: from the call to the end, on this rank.
         source: what the rows come from: the ``checkpoint``, or ``images`` in shared memory, which
             are of a later step; then ``id`` is the checkpoint that they descend from, or empty; or

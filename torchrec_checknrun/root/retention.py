@@ -47,7 +47,7 @@ class Retention:
         if not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1:
             raise ValueError(
                 f"keep must be at least 1, an int, not {self.keep!r}: to keep all checkpoints, "
-                "give retention=None"
+                "give retention=None (keep=null in Hydra)"
             )
         hours = self.every_hours
         is_number = isinstance(hours, (int, float)) and not isinstance(hours, bool)

@@ -64,7 +64,8 @@ class Checkpointer(WrittenByHand):
             (``"*.running_*"``, or several in a list); of other buffers all ranks get rank 0's. A
             restore on another number of ranks needs a merge function, ``{"*.running_mean":
             merge}``, from the list of all saved tensors, in rank order, to one tensor.
-        policy: which rows a checkpoint holds: an object, or the name of one (``consecutive``).
+        policy: which rows a checkpoint holds: an object, or the name of one (``consecutive``);
+            None: ``Intermittent()``, with ``delta`` and ``lc`` ``Consecutive()``.
         quantization: bits of stored values; exact by default. A width alone (``8``) will do.
         every_steps: ``step`` saves at every so many steps: the trigger ``EverySteps``.
         triggers: further triggers of saves in ``step`` or ``close``: ``EverySeconds``, ``AtEnd``,
@@ -79,11 +80,11 @@ class Checkpointer(WrittenByHand):
             training waits. A state object is one piece; a larger one exceeds it, with a warning.
         when_busy: what ``step`` does when a checkpoint is due while one is being written: ``skip``
             it (its rows are part of the next one), or ``wait``.
-        max_failures: how many background failures in a row are only logged.
+        max_failures: how many background failures in a row are only logged, but by ``close``.
         retention: checkpoints to keep after a commit, others are deleted in background; None: all.
         resume: the default of ``restore()``: ``auto`` takes the newest complete chain, or starts
-            fresh where there is no checkpoint; ``must`` raises there; ``never`` starts fresh in any
-            case (after a restart by torchrun, too), and deletes nothing of the chain there.
+            fresh where there is no checkpoint; ``must`` raises there; ``never`` starts fresh unless
+            one is named or required (after a restart by torchrun, too), and keeps the chain there.
         timeout_seconds: how long a save, a restore or ``close`` waits without any answer from other
             ranks or the storage.
         chunk_bytes: bytes of memory for the rows of a chunk, with every copy of them that a save
@@ -103,7 +104,8 @@ class Checkpointer(WrittenByHand):
 
     Raises:
         UnsupportedTable, UnsupportedState: see ``track`` and ``publish``.
-        ImagesRefused: ``survive`` is not possible with this model or on this machine.
+        ImagesRefused: ``survive`` is not possible with this model or on this machine; ``restore``
+            and the first ``step`` raise it as well, of too much state.
         ValueError, TypeError: an argument is out of range, of another kind, or not the same on all
             ranks (memory budget and callbacks may differ); the same error on all ranks.
     """
@@ -185,6 +187,7 @@ class Checkpointer(WrittenByHand):
             CheckpointNotFound: there is no checkpoint of that id, or none at all though one is
                 required.
             RootNotShared: the ranks see different storage under the root's name.
+            RootInUse: nothing was found, and another process has committed a checkpoint since.
             CorruptCheckpoint, ChainBroken, UnsupportedFormat: neither the checkpoint nor, unless
                 one was named, any older one can be read, or gone on from; the model is unchanged.
             ClaimDamaged: which of the checkpoints count can't be told; the model is unchanged.
@@ -218,13 +221,14 @@ class Checkpointer(WrittenByHand):
         Returns:
             The report of the last checkpoint that has become durable, unless it was returned
             already. None without one: no checkpoint was due, or the last one is still on its way,
-            was put off, or failed within ``max_failures`` (such failures are logged).
+            was put off, or failed within ``max_failures``.
 
         Raises:
-            SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed, on no
-                rank; its rows stay marked and are part of the next one.
+            SaveFailed, UnsupportedState, UnsupportedTable, InvalidPlan: the last checkpoint was not
+                committed, on no rank; its rows stay marked and are part of the next one.
             ModelPartlyRestored: an earlier restore failed half-way.
             RootInUse, RootNotShared, ClaimDamaged: this run may not write to the root.
+            StoreUnreachable, SystemExit: ranks can't agree when to save; SIGTERM has come.
         """
         self._restoring.require_whole()
         self._saver.progressed()
@@ -263,16 +267,15 @@ class Checkpointer(WrittenByHand):
 
         Returns:
             With ``wait``, always the report of the checkpoint that holds the present state: of the
-            last one, with ``unchanged``, if it is of this step and nothing at all has changed since
-            (rows, parameters, buffers, optimizers, state objects). Without ``wait``, always None;
-            ``step`` or ``wait`` return the report.
+            last one, with ``unchanged``, if it is of this step and nothing at all has changed
+            since. Without ``wait``, always None; ``step`` or ``wait`` return the report.
 
         Raises:
             SaveDeferred: with ``wait``, on any rank gradients wait for their optimizer. With or
                 without ``wait``, ``step`` saves as soon as none waits.
-            SaveFailed, UnsupportedState, InvalidPlan: this or the previous checkpoint was not
-                committed, on no rank, whatever ``max_failures`` allows ``step``; its rows stay
-                marked.
+            SaveFailed, UnsupportedState, UnsupportedTable, InvalidPlan: this checkpoint was not
+                committed, on no rank, whatever ``max_failures`` allows where ``wait`` is given; or
+                the one before, beyond ``max_failures``. The rows stay marked.
             ModelPartlyRestored, RootInUse, RootNotShared, ClaimDamaged: as ``step``.
         """
         self._restoring.require_whole()
@@ -300,7 +303,7 @@ class Checkpointer(WrittenByHand):
             put off, which is logged: publishing never stops training.
 
         Raises:
-            ValueError: the Checkpointer was made without ``publish``.
+            ValueError: the Checkpointer was made without ``publish``. Others: as ``step``.
         """
         self._restoring.require_whole()
         if self._publisher is None:
@@ -322,7 +325,7 @@ class Checkpointer(WrittenByHand):
         """Wait until the checkpoint that was begun is durable; return its report as ``step`` does.
 
         Raises:
-            SaveFailed, UnsupportedState, InvalidPlan: the checkpoint was not committed.
+            SaveFailed, UnsupportedState, UnsupportedTable, InvalidPlan: it was not committed.
         """
         return self._wait()
 
@@ -333,7 +336,7 @@ class Checkpointer(WrittenByHand):
         A checkpoint that was put off for a publication at the last step is saved, too.
 
         Raises:
-            SaveFailed, UnsupportedState, InvalidPlan: the last checkpoint was not committed.
+            SaveFailed and others of ``step``: the last checkpoint was not committed.
             SystemExit: SIGTERM has come meanwhile (``OnSigterm``).
         """
         if self._caller.closed:

@@ -52,7 +52,7 @@ class Restoring:
         started = time.perf_counter()
         before = self.saver.proposer.quantization
         root, resume = self.options.root, self.options.resume
-        if required is None and checkpoint is None and resume == "never":
+        if not required and checkpoint is None and resume == "never":
             self._require_whole_tables(self._initialize())
             protect_existing(root, self.ranks, self.saver.writer)
             self.survival.begin(self.steps, at_start=True)

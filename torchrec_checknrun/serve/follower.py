@@ -52,8 +52,7 @@ class Follower:
 
     Any process, without a process group; a root may be followed by any number, and need not be
     writable. ``model`` is any module that holds TorchRec's ``EmbeddingBagCollection`` or
-    ``EmbeddingCollection``, quantized by ``quantize_inference_model`` or not, sharded by
-    ``shard_quant_model`` within this process, or a scripted one.
+    ``EmbeddingCollection``, quantized or not, sharded within this process, or a scripted one.
 
     Args:
         root: a path or fsspec URL that holds checkpoints or publications.
@@ -75,7 +74,8 @@ class Follower:
             began on an earlier version.
 
     Raises:
-        UnsupportedTable: a table of the model can't be followed; names it, and why.
+        UnsupportedTable, IncompatibleCheckpoint: a table, or a value of the model's state dict,
+            can't be followed; names it, and why.
         ValueError: an argument is out of range.
     """
 

@@ -127,7 +127,9 @@ def _add(
     chain = newest_required(source, answers=True)
     held, problems = newest(into, answers=True)
     if held is None and problems:
-        raise IncompatibleCheckpoint(f"{into} can't be added to: {'; '.join(problems)}")
+        raise IncompatibleCheckpoint(
+            f"{into} can't be added to: {'; '.join(problems)}. Publish to another folder"
+        )
     if held is not None and held.head.id in {m.id for m in chain.manifests}:
         raise IncompatibleCheckpoint(
             f"{into} holds the run's own checkpoints, which --keep would delete: publish to a "

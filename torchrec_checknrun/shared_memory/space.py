@@ -29,7 +29,7 @@ def require_space(folder: Path, size: int, freed: int = 0) -> None:
     except OSError as error:
         raise ImagesRefused(
             f"{folder} can't be used for images or copies ({error.strerror}): name a folder in "
-            "shared memory, as survive=Images(folder='/dev/shm')"
+            "shared memory, as folder='/dev/shm', which is the default"
         ) from error
     free = found.f_bavail * found.f_frsize
     if size > free:

@@ -254,5 +254,6 @@ def silent(what: str, seconds: float, timeout_seconds: float) -> StorageUnreacha
         errno.ETIMEDOUT,
         f"{what}: nothing was heard from the storage for {seconds:.3g} s "
         f"(timeout_seconds={timeout_seconds:g}), and the operation was given up: check that the "
-        "storage can be reached, or raise timeout_seconds",
+        "storage can be reached, or raise timeout_seconds (with `checknrun`, the environment's "
+        "CHECKNRUN_RETRY_SECONDS)",
     )

@@ -112,7 +112,8 @@ def export_dcp(
             if clash := sorted(named.keys() & tensors.keys()):
                 raise IncompatibleCheckpoint(
                     f"{chain.head.id} has a table and a state object that would both be called "
-                    f"{clash[0]!r}: rename the state object"
+                    f"{clash[0]!r}: export to safetensors (--format safetensors), where tables "
+                    "have files of their own, or rename the state object and save again"
                 )
             tensors |= named
         _save_dcp(into, tensors)

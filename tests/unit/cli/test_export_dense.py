@@ -179,3 +179,15 @@ def test_values_are_json_of_any_parser(tmp_path: Path, monkeypatch: pytest.Monke
         "w.seen": {"set": [-1.0, {"float": "nan"}]},
         "w.at": {"complex": [0.0, {"float": "nan"}]},
     }
+
+
+def test_a_value_that_is_called_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advise what helps with a checkpoint that is there: other files, not other names."""
+    root = with_model(monkeypatch, {"weight": torch.ones(2)}, "w")
+    chain = resolve(root, newest_id(root))
+    with pytest.raises(IncompatibleCheckpoint, match=r"'w\.weight': .*--format safetensors"):
+        export_dcp(root, chain, tmp_path / "dcp")
+    done = export_safetensors(root, chain, tmp_path / "files")
+    assert done.tensors.keys() >= {"w.weight"}
+    assert (tmp_path / "files" / "w.safetensors").is_file()
+    assert (tmp_path / "files" / "dense.safetensors").is_file()

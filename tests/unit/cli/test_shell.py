@@ -106,7 +106,8 @@ def test_storage_that_is_silent_is_given_up(
     finally:
         hanging.HangingStore.released.set()
     assert (result.code, result.out) == (2, "")
-    assert re.search(r"hanging://run.*nothing was heard from the storage", result.err)
+    wanted = r"hanging://run.*nothing was heard from the storage.* CHECKNRUN_RETRY_SECONDS\)"
+    assert re.search(wanted, result.err)
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["show"], ["verify"], ["prune", "--keep", "1"]])

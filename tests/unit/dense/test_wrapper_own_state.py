@@ -315,7 +315,7 @@ def test_values_that_follow_from_the_number_of_ranks_are_told(
         content = DenseStates(model, {"o": saved}, track(model)).stored()["o"]
         tree, _ = encode_state(content, "o")
         states = DenseStates(model, {"o": live}, track(model))
-        states.fit({"o": tree}, {}, strict=True, resized=resized)
+        states.fit({"o": tree}, {}, skipped=None, resized=resized)
         states.load("o", content)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -335,7 +335,7 @@ def test_marks_of_schedulers_are_no_settings(caplog: pytest.LogCaptureFixture) -
     content = DenseStates(model, {"o": saved}, track(model)).stored()["o"]
     tree, _ = encode_state(content, "o")
     states = DenseStates(model, {"o": live}, track(model))
-    states.fit({"o": tree}, {}, strict=True, resized=True)
+    states.fit({"o": tree}, {}, skipped=None, resized=True)
     states.load("o", content)
     with caplog.at_level(logging.WARNING):
         states.finish()

@@ -55,5 +55,7 @@ def test_must_and_never(tmp_path: Path, option: str) -> None:
         assert saver.restore() is not None
         assert saver.steps == 1
     with made(*overrides, "checkpoint.resume=never", model=model) as saver:
+        assert saver.restore(required=False) is None
         assert saver.restore() is None
         assert saver.steps == 0
+        assert saver.restore(required=True) is not None

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.crash.save_sweep import alone
 from tests.unit.tracked_model import DIM, batch, make_model
-from torchrec_checknrun import OnSigterm, RngState
+from torchrec_checknrun import Checkpointer, OnSigterm, RestoreReport, RngState
 
 STEPS, CUT, EVERY = 9, 7, 3
 
@@ -203,6 +203,27 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(run: Run, tmp_path: Path) 
     wanted, found = values(net), values(resumed)
     assert len(wanted) == len(found) > 5
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("run", [lightning, torchtnt])
+def test_an_earlier_checkpoint_by_an_override(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let a program restore in its own way: what errors of a restore advise needs arguments."""
+    run(tmp_path, None)
+    first = min(path.name for path in tmp_path.glob("seq-*"))
+    restored = []
+
+    def restore(_: Any, checkpointer: Checkpointer) -> RestoreReport | None:
+        restored.append(report := checkpointer.restore(first, strict=False))
+        return report
+
+    module = importlib.import_module(f"torchrec_checknrun.integrations.{run.__name__}")
+    monkeypatch.setattr(module.CheckNRun, "restore", restore)
+    _, steps, _ = run(tmp_path, None)
+    assert [report and report.step for report in restored] == [EVERY]
+    assert steps == STEPS
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -74,3 +74,25 @@ def test_an_image_with_it_changes_nothing(lives: Lives) -> None:
     assert report.step == 2
     assert "model.late is in the checkpoint only" in report.without_images[0]
     assert differences(job, undisturbed(2)) == []
+
+
+def test_what_only_the_model_has_is_told_and_saved(lives: Lives) -> None:
+    """The report lists what a restore in part has left as it is, and the next save writes that."""
+    job, saver = lives.begin(survive=None)
+    train(job, saver)
+    saver.save()
+    lives.die()
+    job, saver = lives.begin(survive=None)
+    grow(job)
+    with pytest.raises(IncompatibleCheckpoint, match=r"model\.late is not in.*strict=False"):
+        saver.restore()
+    report = saver.restore(strict=False)
+    assert report is not None
+    assert report.skipped == ("state model.late: not in the checkpoint",)
+    assert not saver.save().unchanged
+    lives.die()
+    job, saver = lives.begin(survive=None)
+    grow(job)
+    job.model.module.late.zero_()
+    saver.restore()
+    assert job.model.module.late.tolist() == [1.0, 1.0, 1.0]

@@ -59,6 +59,8 @@ def test_names_that_are_exchanged_are_told(caplog: pytest.LogCaptureFixture) -> 
 def test_a_name_of_neither_is_refused() -> None:
     with pytest.raises(IncompatibleCheckpoint, match="the checkpoint has no table 'x'"):
         match("ac", "bc", x="b")
+    with pytest.raises(IncompatibleCheckpoint, match="the checkpoint has no table 'x', nor any"):
+        match("", "b", x="b")
 
 
 def test_a_planner_s_choice_on_other_ranks_is_no_other_optimizer() -> None:
@@ -73,3 +75,16 @@ def test_a_planner_s_choice_on_other_ranks_is_no_other_optimizer() -> None:
     with pytest.raises(IncompatibleCheckpoint, match="is data-parallel here") as caught:
         check_rows(replace(sharded, replicated=True), header, Fit())
     assert f"constraints={{{saved.table.rpartition('.')[2]!r}: Param" in str(caught.value)
+
+
+def test_what_load_tables_has_no_argument_for_is_not_advised() -> None:
+    """Advise what a warm start takes: it has no ``strict=False``."""
+    of_load_tables = Fit(optimizer=True, only=("b",))
+    with pytest.raises(IncompatibleCheckpoint, match="leave it out of the tables") as caught:
+        match_tables({"b": SHAPE}, {"a": SHAPE}, of_load_tables)
+    assert "strict" not in str(caught.value)
+    (saved,) = make_shards(4, [Rectangle(0, 4, 0, DIM)])
+    header = header_of(encode_rows(saved.block(torch.arange(4)), TableEncoding(Exact())).entry)
+    with pytest.raises(IncompatibleCheckpoint, match="without optimizer=True") as caught:
+        check_rows(replace(saved, optimizer={}), header, of_load_tables)
+    assert "strict" not in str(caught.value)
