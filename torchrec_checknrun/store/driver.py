@@ -129,6 +129,16 @@ class DriverStore:
             FileExistsError: ``new`` is set and the object exists.
         """
         path = f"{self.path}/{name}"
+        try:
+            self._put(path, data, new)
+        except FileNotFoundError as error:  # Google's driver names an address alone
+            raise StorageFailed(
+                errno.ENOENT,
+                f"writing {path}: there is no such bucket or folder: check its name, or create it "
+                f"({error})",
+            ) from error
+
+    def _put(self, path: str, data: bytes, new: bool) -> None:
         if not new:
             self._fs.pipe_file(path, data)
             return

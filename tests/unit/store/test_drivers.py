@@ -157,6 +157,20 @@ def test_a_refusal_names_credentials(folder: Folder, monkeypatch: pytest.MonkeyP
     assert caught.value.errno == errno.EACCES
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_a_bucket_that_is_not_there(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, new: bool
+) -> None:
+    """Google's driver tells it with the address alone."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise FileNotFoundError("https://storage.googleapis.com/upload/storage/v1/b/runs/o")
+
+    monkeypatch.setattr(folder._fs, "pipe_file", fail)
+    with pytest.raises(StorageFailed, match="no such bucket or folder: check its name, or create"):
+        folder.put("a", CONTENT, new)
+
+
 @pytest.mark.parametrize("where", ["write", "close"])
 def test_a_driver_whose_upload_fails(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, where: str
