@@ -47,7 +47,7 @@ def forks_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def cut_manifests_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prune, "_is_cut", lambda *_: False)
+    patch.setattr(prune, "is_cut", lambda *_: False)
 
 
 def copies_stand_in_for_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -106,6 +106,13 @@ CASES: list[tuple[Break, str, int | None, Steps]] = [
     (a_fall_back_builds_on_what_it_left, "exact", None, [*SAVES, ("fall_back", 2), *SAVES]),
     (a_copy_lacks_rows, "exact", None, [*SAVES, ("compact", 3)]),
 ]
+
+
+def test_what_is_to_be_broken_is_there() -> None:
+    """Most of the cases run in the long tests alone, after names have changed."""
+    for broken, *_ in CASES:
+        with pytest.MonkeyPatch.context() as patch:
+            broken(patch)
 
 
 @pytest.mark.parametrize(("broken", "method", "keep", "actions"), some_of(CASES, 1, 2))
