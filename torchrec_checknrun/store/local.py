@@ -19,7 +19,12 @@ from torchrec_checknrun.errors import CorruptCheckpoint, StorageFailed
 from torchrec_checknrun.store.deadlines import given_up
 from torchrec_checknrun.store.new_file import DescriptorSink, NewFile
 
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
+_NO_LINKS = frozenset(
+    {
+        *(errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK),
+        errno.EIO,  # of buckets that rclone has mounted
+    }
+)
 _DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC
 _WALK = _DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

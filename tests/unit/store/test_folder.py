@@ -1,5 +1,6 @@
 """Use folders alike on a disk and in an fsspec store, with whole files or none."""
 
+import errno
 import http.server
 import os
 import stat
@@ -376,3 +377,22 @@ def test_a_store_that_does_not_answer_when_it_is_opened() -> None:
 def test_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(ValueError, match="nosuch"):
         Folder("nosuch://bucket/run")
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EIO])
+def test_a_new_record_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Buckets that rclone has mounted answer with an input/output error."""
+
+    def link(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    folder = Folder(tmp_path)
+    folder.put("a", CONTENT, new=True)
+    folder.put("a", CONTENT, new=True)
+    with pytest.raises(FileExistsError):
+        folder.put("a", b"other", new=True)
+    assert folder.read("a") == CONTENT
+    assert folder.names() == ["a"]
