@@ -55,6 +55,9 @@ class KernelHook:
         self.kernel = kernel
         self._marks = marks
         self._warned = False
+        used = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
+        self._narrow: torch.dtype | None = None if used == torch.int64 else used
+        """Type to which TorchRec cuts ids, in a copy, which FBGEMM then corrects."""
         self.writes = WriteWatch(kernel, marks)
         self._handles = [kernel.module.register_forward_hook(self._after_forward)]
         if kernel.touches_other_rows:
@@ -89,6 +92,8 @@ class KernelHook:
         features = args[0]
         # The kernel has just used both, so reading them needs no device synchronization.
         values, offsets = features.values(), features.offset_per_key()
+        if self._narrow is not None:
+            values = values.to(self._narrow)
         lookup = Lookup()
         if self.writes.journal is not None:
             self.writes.journal.looked_up(lookup)
