@@ -96,5 +96,5 @@ def test_a_bag_that_is_sharded_by_itself_is_refused() -> None:
         sharders=[sharder],
         init_data_parallel=False,
     )
-    with pytest.raises(UnsupportedTable, match="'bag' is sharded .* EmbeddingBagCollection"):
+    with pytest.raises(UnsupportedTable, match=r"'bag' is sharded .* EmbeddingBagCollection"):
         track(sharded)
