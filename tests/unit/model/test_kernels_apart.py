@@ -98,3 +98,17 @@ def test_a_bag_that_is_sharded_by_itself_is_refused() -> None:
     )
     with pytest.raises(UnsupportedTable, match=r"'bag' is sharded .* EmbeddingBagCollection"):
         track(sharded)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.25])
+def test_a_rate_that_the_program_sets_is_told(
+    rate: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    with Checkpointer(tmp_path / "root", model=net) as saver:
+        saver.steps += 1
+        net.table.set_learning_rate(rate)
+        net(torch.arange(3)).sum().backward()
+        saver.save()
+    told = "values of modules that are in no state dict: model.table.learning_rate_tensor"
+    assert (told in caplog.text) == (rate != 0.5)
