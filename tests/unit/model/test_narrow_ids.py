@@ -1,4 +1,4 @@
-"""Mark the rows that kernels update which take ids as 32 bits: they cut and correct a copy."""
+"""Mark the rows that kernels update which take ids of another type: they work on a copy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.unit.tracked_model import TALL, batch, make_model, modified, table
+from torchrec_checknrun.model.kernels import find_kernels
 from torchrec_checknrun.tracking import track
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -30,6 +32,24 @@ def test_an_id_out_of_range_marks_the_first_row(
 
 def test_ids_beyond_32_bits_mark_the_row_that_is_left_of_them() -> None:
     assert changed_and_marked(NARROW, [7, (1 << 32) + 3], torch.int64) == ([3, 7], [3, 7])
+
+
+@pytest.mark.parametrize("fused", [None, NARROW], ids=["64 bits", "32 bits"])
+def test_ids_whose_memory_takes_the_next_batch_before_the_backward_pass(
+    fused: dict[str, Any] | None,
+) -> None:
+    """Where the kernel takes ids of another type, the update is of the lookup's ids."""
+    model = make_model(fused=fused)
+    tracked = track(model)
+    (kernel,) = (k.module for k in find_kernels(model)[0] if k.shards[0].table == TALL)
+    ids = torch.tensor([7, 9], dtype=torch.int32 if fused is None else torch.int64)
+    before = table(model, TALL)
+    out = kernel(KeyedJaggedTensor(["shared", "b"], ids, lengths=torch.tensor([1, 1])))
+    ids.fill_(2)
+    out.square().sum().backward()
+    assert (table(model, TALL) != before).any(1).nonzero().flatten().tolist() == [7, 9]
+    assert modified(tracked) == {"tall": [7, 9]}
+    tracked.close()
 
 
 def changed_and_marked(
