@@ -38,7 +38,7 @@ def test_ids_beyond_32_bits_mark_the_row_that_is_left_of_them() -> None:
 def test_ids_whose_memory_takes_the_next_batch_before_the_backward_pass(
     fused: dict[str, Any] | None,
 ) -> None:
-    """Where the kernel takes ids of another type, the update is of the lookup's ids."""
+    """Mark what the lookup has found: a kernel that takes ids of another type has a copy."""
     model = make_model(fused=fused)
     tracked = track(model)
     (kernel,) = (k.module for k in find_kernels(model)[0] if k.shards[0].table == TALL)
