@@ -1,5 +1,7 @@
 """Make a small model sharded over a group of one, with tables whole and in parts."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -47,11 +49,18 @@ class Model(nn.Module):
         return pooled
 
 
-def make_model(optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad) -> nn.Module:
+def make_model(
+    optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad, fused: dict[str, Any] | None = None
+) -> nn.Module:
+    """Make the model.
+
+    Args:
+        fused: further parameters of the kernels.
+    """
     torch.manual_seed(0)
     model = Model()
     apply_optimizer_in_backward(optimizer, model.ebc.parameters(), {"lr": 0.5})
-    sharder = EmbeddingBagCollectionSharder()
+    sharder = EmbeddingBagCollectionSharder(fused)
     plan = construct_module_sharding_plan(
         model.ebc,
         {

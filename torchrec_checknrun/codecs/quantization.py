@@ -35,7 +35,7 @@ from torchrec_checknrun.codecs import (
 from torchrec_checknrun.codecs.base import WIDTHS
 from torchrec_checknrun.codecs.kmeans import require_kmeans1d
 from torchrec_checknrun.codecs.lc import BITS as LC_BITS
-from torchrec_checknrun.codecs.row_state import LOGDELTA, STATE_SCHEMES, is_log_state
+from torchrec_checknrun.codecs.row_state import LOGDELTA, STATE_SCHEMES, is_log
 from torchrec_checknrun.errors import UnsupportedFormat
 
 _NARROW = ("fp16", "bf16")
@@ -77,9 +77,9 @@ class TableEncoding:
         """Return the scheme, of ``row_state.STATE_SCHEMES``, for state that isn't differences."""
         return "log8" if self.optimizer == LOGDELTA else self.optimizer
 
-    def keeps(self, state: torch.Tensor) -> bool:
+    def keeps(self, name: str, state: torch.Tensor) -> bool:
         """Return whether a state is stored as differences to the checkpoint before."""
-        return self.optimizer == LOGDELTA and isinstance(self.codec, Delta) and is_log_state(state)
+        return self.optimizer == LOGDELTA and isinstance(self.codec, Delta) and is_log(name, state)
 
     def settled(self, codecs: Settled) -> TableEncoding:
         """Replace a codec that ranks settle by the one that was settled, if there is one."""

@@ -24,6 +24,10 @@ import torch
 
 from torchrec_checknrun.codecs.base import Parameters, require_size
 
+_STEPS = frozenset({"prev_iter"})
+"""States of rows that are the step of the last update: FBGEMM takes the difference to the present
+one, so that a small part of it, or more steps than were made, is a wrong state.
+"""
 LOGDELTA = "logdelta"
 """The scheme of row-wise state whose rows are ``log_levels``, or differences of these."""
 _STEP = 8 / 63
@@ -122,9 +126,14 @@ def is_log_link(parameters: Parameters) -> bool:
     return len(parameters) > 1
 
 
-def is_log_state(state: torch.Tensor) -> bool:
+def is_log(name: str, state: torch.Tensor) -> bool:
     """Return whether state can be stored by ``LOGDELTA``: row-wise, in float32."""
-    return state.dim() == 1 and state.dtype == torch.float32
+    return state.dim() == 1 and state.dtype == torch.float32 and name not in _STEPS
+
+
+def scheme_of(name: str, scheme: str) -> str:
+    """Return the scheme for a state of this name, given the one for optimizer state."""
+    return "fp32" if name in _STEPS else scheme
 
 
 class _Scheme(ABC):

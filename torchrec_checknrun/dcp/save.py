@@ -24,6 +24,7 @@ from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.manifest import Header, Kind
 from torchrec_checknrun.format.rank_file import FileSummary, Job
 from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.model.blocks import is_step
 from torchrec_checknrun.model.state_dict import (
     MODEL,
     StoredTables,
@@ -184,6 +185,7 @@ class SavePlanner(DcpSavePlanner):
         )
         snapshot.blocks = [b for b in find_blocks(state_dict, stored) if not b.replica]
         if self._tracked is not None:
+            snapshot.blocks = [b for b in snapshot.blocks if not is_step(b.path)]  # of the progress
             snapshot.progress, snapshot.collisions = self._tracked.beside_rows()
         items = Items.of(snapshot, self._quantization, self._chunk_bytes)
         summary = summarize(header, snapshot, items, self._quantization)

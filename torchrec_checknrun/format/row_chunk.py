@@ -198,11 +198,12 @@ def _add_state(
 ) -> OptimizerSection:
     """Append an optimizer state; return its part of the index entry."""
     state, codec = block.optimizer[name], encoding.codec
-    if encoding.keeps(state):
+    if encoding.keeps(name, state):
         assert isinstance(codec, Chained)
         data, parameters = codec.encode_state(name, state, block.ids)
     else:
-        data, parameters = row_state.encode_row_state(state, encoding.state_scheme)
+        scheme = row_state.scheme_of(name, encoding.state_scheme)
+        data, parameters = row_state.encode_row_state(state, scheme)
     part = sections.add(raw_bytes(data))
     return OptimizerSection(
         bytes=part.bytes,

@@ -27,6 +27,13 @@ from torchrec_checknrun.values.state import TORCH_DTYPES
 from torchrec_checknrun.values.tensor_bytes import raw_bytes
 
 
+def is_step(path: Path) -> bool:
+    """Return whether a sharded tensor is the step counter that TorchRec shows, a value for each
+    shard, among the state of some fused optimizers; by its path in a state dict.
+    """
+    return len(path) > 1 and str(path[-1]).endswith(".iter") and str(path[-2]).endswith(".weight")
+
+
 @dataclass
 class Block:
     """A local part of a sharded tensor, or all of a plain one that some ranks lack, or that is

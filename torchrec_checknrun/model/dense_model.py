@@ -8,6 +8,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen as Kernel,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,16 +83,20 @@ class DensePart:
 
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        """Return the values that are no buffers; nor extra state, which modules change themselves.
+        """Return the values that only optimizers' steps change: no buffers, no extra state, which
+        modules change themselves, and no memory of FBGEMM's modules, whose backward pass updates.
 
         Raises:
             UnsupportedState: a value is no tensor.
         """
         self.require_restorable()
+        fused = (m for m in self.model.modules() if isinstance(m, Kernel))
+        in_backward = {tensor.data_ptr() for m in fused for tensor in m.parameters()}
         return [
             value
             for name, value in self.dense.items()
             if not (name in self.buffers or is_extra_state(name))
+            and value.data_ptr() not in in_backward
         ]
 
     @cached_property

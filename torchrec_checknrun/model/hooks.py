@@ -55,6 +55,8 @@ class KernelHook:
         self.kernel = kernel
         self._marks = marks
         self._warned = False
+        self._used = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
+        """The type of the ids that TorchRec hands to the kernel."""
         self.writes = WriteWatch(kernel, marks)
         self._handles = [kernel.module.register_forward_hook(self._after_forward)]
         if kernel.touches_other_rows:
@@ -89,6 +91,11 @@ class KernelHook:
         features = args[0]
         # The kernel has just used both, so reading them needs no device synchronization.
         values, offsets = features.values(), features.offset_per_key()
+        if values.dtype != self._used:
+            # The batch's memory may hold another one by the backward pass: the kernel has a copy,
+            # which FBGEMM corrects, of ids that TorchRec has cut.
+            narrow = self._used != torch.int64
+            values = values.to(self._used) if narrow else values.clone()
         lookup = Lookup()
         if self.writes.journal is not None:
             self.writes.journal.looked_up(lookup)

@@ -233,8 +233,13 @@ def find_kernels(
         The kernels, and every table's shape by name, the same on all ranks.
 
     Raises:
-        UnsupportedTable: a table is held by a kernel whose rows can't be read and written in place.
+        UnsupportedTable: a table is in no collection, or its rows can't be read and written.
     """
+    for path, _ in find_modules(model, FUSED):  # those of collections are in plain lists
+        raise UnsupportedTable(
+            f"the table of {path.partition('._lookup')[0]!r} is sharded without a collection, so "
+            "that its optimizer's state would be lost: put it into an EmbeddingBagCollection"
+        )
     found = {id(kernel.module): kernel for kernel in known}
     optimizers = optimizers or DenseOptimizers(())
     kernels: list[Kernel] = []

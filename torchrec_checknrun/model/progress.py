@@ -100,14 +100,20 @@ def set_table_progress(kernels: Iterable[Kernel], progress: Mapping[str, Optimiz
     where nothing but these tables uses it: in their kernel, if they agree, and in a dense parameter
     group that holds nothing else. Elsewhere it stays, with a warning.
     """
+    held: set[int] = set()
     for kernel in kernels:
         if kernel.data_parallel:
             _set_dense(kernel, progress)
         elif kernel.module._emb_module.optimizer != EmbOptimType.NONE:
-            _set_fused(kernel, progress)
+            _set_fused(kernel, progress, held)
 
 
-def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
+def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerClock], held: set[int]) -> None:
+    """Set one kernel's clock.
+
+    Args:
+        held: ids of the rates that other kernels have been given, where these are tensors.
+    """
     tbe = kernel.module._emb_module
     tables = list(dict.fromkeys(s.table for s in kernel.shards if s.table in progress))
     steps = {step for table in tables if (step := progress[table].step) is not None}
@@ -125,7 +131,8 @@ def _set_fused(kernel: Kernel, progress: Mapping[str, OptimizerClock]) -> None:
     rates = {progress[table].learning_rate for table in tables}
     if len(rates) == 1:
         (rate,) = rates
-        group["lr"] = rate
+        set_option(group, "lr", rate, held)
+        held.add(id(group["lr"]))
         tbe.set_learning_rate(rate)
     elif rates:
         _warn_of_rate(tables, rates, group)

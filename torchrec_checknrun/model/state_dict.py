@@ -25,7 +25,7 @@ from torchrec_checknrun.dense.tree import WEIGHT, names_table
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.format.chunk import Path, name_of
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.model.blocks import Block, require_storable
+from torchrec_checknrun.model.blocks import Block, is_step, require_storable
 from torchrec_checknrun.model.collisions import is_averaged
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
@@ -255,13 +255,13 @@ def _blocks(
     sharded_leaves: Iterable[tuple[Path, Any]], stored: StoredTables, optimizers: Container[object]
 ) -> list[Block]:
     blocks = []
-    found = [each for each in sharded_leaves if not _is_rows(each[1], stored)]
-    for sharded in _described(found):
+    for sharded in _described(each for each in sharded_leaves if not _is_rows(each[1], stored)):
         if sharded.placed is None and all(stored.holds(tensor) for _, tensor in sharded.shards):
             continue
-        if any(stored.name(key) for key in sharded.path[-2:]):
-            if sharded.path[0] in optimizers:
-                continue
+        named = any(stored.name(key) for key in sharded.path[-2:])
+        if named and sharded.path[0] in optimizers:
+            continue
+        if named and not is_step(sharded.path):
             raise UnsupportedState(
                 f"{sharded.name} is not the memory of the table of that name that is tracked: "
                 "track the model that is saved, and save one model at a time, or several as one "
@@ -295,7 +295,7 @@ def find_shards(state_dict: dict[str, Any]) -> tuple[list[LocalShard], dict[str,
         )
     states: dict[str, dict[str, _Sharded]] = {name: {} for name in weights}
     for sharded in found:
-        if _is_weight(sharded):
+        if _is_weight(sharded) or is_step(sharded.path):
             continue
         owner = str(sharded.path[-2]) if len(sharded.path) > 1 else ""
         if owner not in weights and not owner.endswith(WEIGHT):

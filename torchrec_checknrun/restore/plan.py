@@ -16,6 +16,7 @@ from torchrec_checknrun.format.chunk import BlockHeader
 from torchrec_checknrun.format.entries import CollisionsEntry, RowsEntry, StateEntry
 from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.format.state_tree import leaves
+from torchrec_checknrun.model.blocks import is_step
 from torchrec_checknrun.model.hand_written import mark_memory
 from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import (
@@ -216,6 +217,8 @@ class ChainRestore:
         """
         where, saved = self._head.id, self._saved_blocks
         found = find_blocks(self._state_dict, stored, self._owners.optimizers or ())
+        if self._tracked is not None:  # with the tables' progress, unless saved without
+            found = [b for b in found if b.path in saved or not is_step(b.path)]
         # A tensor that was whole on every rank lies in a state's tree.
         whole = {block.path for block in found} & self._states.plain_paths()
         wanted = [block for block in found if block.path not in whole]

@@ -52,7 +52,7 @@ class _Kind(NamedTuple):
         """Return what to keep; None where no rows are differences."""
         if not isinstance(encoding.codec, Chained):
             return None
-        states = (name for name, state in shard.optimizer.items() if encoding.keeps(state))
+        states = (name for name, of in shard.optimizer.items() if encoding.keeps(name, of))
         return cls(encoding.codec.references, frozenset(states))
 
     def fits(self, known: References | None) -> bool:

@@ -32,6 +32,8 @@ logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 _FRAMEWORKS = frozenset({"torch", "torchrec", "fbgemm_gpu", "torchdata", "torchrec_checknrun"})
 """Packages whose objects count for themselves, and keep in their state dicts what matters."""
+_RATE = "learning_rate_tensor"
+"""The rate of FBGEMM's kernels, in no state dict. A collection's go with its tables."""
 _LAYERS = "torch.nn.modules."
 """PyTorch's layers, of which only rates are looked at: programs move a dropout's, say."""
 _METRICS = "torchrec.metrics."
@@ -268,7 +270,8 @@ def _users_modules(
     seen: set[int] = set()
     for name, root in roots:
         for within, module in root.named_modules():
-            if id(module) not in seen and (_is_users(type(module)) or _is_layer(module)):
+            looked_at = _is_users(type(module)) or _is_layer(module) or _RATE in vars(module)
+            if id(module) not in seen and looked_at:
                 yield ".".join(filter(None, (name, plain_path(within)))), module
             seen.add(id(module))
 
@@ -312,6 +315,9 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _marks_of(module: nn.Module) -> Iterator[tuple[str, Mark]]:
+    if _RATE in vars(module) and not _is_users(type(module)):
+        yield _RATE, _mark_of(vars(module)[_RATE])
+        return
     for name, value in vars(module).items():
         if name in _OF_MODULES or (_is_layer(module) and type(value) is not float):
             continue
