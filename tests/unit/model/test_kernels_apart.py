@@ -110,5 +110,5 @@ def test_a_rate_that_the_program_sets_is_told(
         net.table.set_learning_rate(rate)
         net(torch.arange(3)).sum().backward()
         saver.save()
-    told = "values of modules that are in no state dict: model.table.learning_rate_tensor"
+    told = "values that are in no state dict: model.table.learning_rate_tensor"
     assert (told in caplog.text) == (rate != 0.5)
