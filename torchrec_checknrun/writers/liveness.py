@@ -231,14 +231,23 @@ def _content(folder: Folder, name: str) -> bytes | None:
         return None
 
 
+def is_claimed_since(root: Folder, epoch: int) -> bool:
+    """Return whether somebody has claimed a root since an epoch."""
+    return _last_epoch(root) > epoch
+
+
 def require_no_newer(root: Folder, epoch: int) -> None:
     """Check that nobody has claimed a root since an epoch.
 
     Raises:
         RootInUse: somebody has.
     """
-    if (last := max(epochs((root / FOLDER).names()), default=0)) > epoch:
+    if (last := _last_epoch(root)) > epoch:
         raise RootInUse(
             f"{root} was claimed meanwhile (epoch {last}), by a run or by `checknrun adopt`, "
             "`repair` or `unlock`: what counts and what is used may be others now. Prune again"
         )
+
+
+def _last_epoch(root: Folder) -> int:
+    return max(epochs((root / FOLDER).names()), default=0)
