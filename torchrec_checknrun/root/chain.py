@@ -31,7 +31,7 @@ from torchrec_checknrun.root.checkpoints import (
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import tells_nothing
 from torchrec_checknrun.writers.claims import Claims, read_claims, require_claim
-from torchrec_checknrun.writers.liveness import is_claimed_since
+from torchrec_checknrun.writers.liveness import newer_epochs
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ def newest(
         chain, problems, absent = _newest(root, names, claims, unusable, answers, resumes)
         if chain is not None and not problems and not absent:
             return chain, problems
-        if is_claimed_since(root, claims().highest):
+        if newer_epochs(root, claims().highest):
             continue  # others may count now
         # In this order: a writer that commits, then deletes is noticed by one or the other.
         if root.names() == names and not any(has_manifest(root, name) for name in absent):
