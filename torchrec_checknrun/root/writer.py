@@ -19,6 +19,7 @@ from torchrec_checknrun.root.checkpoints import (
     Listing,
     committed,
     files_problem,
+    has_manifest,
     highest_sequence,
     read_manifest,
     sizes_of,
@@ -222,7 +223,9 @@ class RootWriter:
         listing = Listing.of(self._root.names() if gone is None else [])
         if gone is None and parent is not None:
             names = set(listing.names)
-            gone = next((m.id for m in chain[1:-1] if m.id not in names), None)
+            absent = (manifest.id for manifest in chain[1:-1] if manifest.id not in names)
+            # Each by itself: a listing may lag behind.
+            gone = next((id for id in absent if not has_manifest(self._root, id)), None)
         if gone is not None:
             self.lost_parent = True
             raise SaveFailed(

@@ -10,14 +10,17 @@ import pytest
 from tests.unit.chains import Part, apply_in_order, make_shards, restore, same_bits, write
 from tests.unit.root.commits import ROWS, commit
 from tests.unit.root.writers import ELSEWHERE, become
-from torchrec_checknrun.errors import RootInUse
+from torchrec_checknrun import Consecutive
+from torchrec_checknrun.errors import RootInUse, SaveFailed
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, PRIORITY_SAVES
-from torchrec_checknrun.root.chain import newest
+from torchrec_checknrun.root.chain import Chain, newest
 from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.deletion import delete_checkpoint, delete_priority_saves
+from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.root.prune import prune
 from torchrec_checknrun.root.retention import Retention
+from torchrec_checknrun.root.writer import RootWriter
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.driver import DriverStore
 from torchrec_checknrun.store.folder import Folder
@@ -126,6 +129,24 @@ def test_a_replaced_writer_commits_nothing_though_no_listing_has_the_other_s_cla
     other.check()
     for lease in (replaced, other):
         lease.release()
+
+
+def test_a_commit_upon_a_checkpoint_that_a_listing_lacks(root: Folder) -> None:
+    """What is gone is found nevertheless."""
+    chain = chain_of_two(root)
+    chain.append(write(root, ROWS, [Part((0, 8), [2], 8)], chain[-1]))
+    lineage = Lineage()
+    lineage.restored(Chain(tuple(chain)), converted=False, forks=False)
+    writer = RootWriter(root, lineage, None)
+    writer.claim()
+    proposal = writer.propose(Consecutive(), None, {}, 40)
+    assert proposal.header.parent == chain[-1].link
+    with unlisted(chain[1].id):
+        writer.before_commit(proposal)
+        delete_checkpoint(root / chain[1].id)
+        with pytest.raises(SaveFailed, match=f"{chain[1].id}, .* was deleted"):
+            writer.before_commit(proposal)
+    writer.close()
 
 
 def test_priority_saves_of_a_checkpoint_that_a_listing_lacks_stay(root: Folder) -> None:
