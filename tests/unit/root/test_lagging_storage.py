@@ -115,7 +115,7 @@ def unlisted(*hidden: str) -> Iterator[None]:
 def test_a_replaced_writer_commits_nothing_though_no_listing_has_the_other_s_claim(
     root: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its checkpoint would not count, and the run would take it for durable."""
+    """Tell the run: the checkpoint would not count."""
     replaced = Lease(root)
     replaced.acquire(lambda _: [])
     become(monkeypatch, **ELSEWHERE)
@@ -132,7 +132,7 @@ def test_a_replaced_writer_commits_nothing_though_no_listing_has_the_other_s_cla
 
 
 def test_a_commit_upon_a_checkpoint_that_a_listing_lacks(root: Folder) -> None:
-    """What is gone is found nevertheless."""
+    """Find nevertheless that one is gone."""
     chain = chain_of_two(root)
     chain.append(write(root, ROWS, [Part((0, 8), [2], 8)], chain[-1]))
     lineage = Lineage()

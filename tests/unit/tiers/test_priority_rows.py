@@ -69,7 +69,7 @@ def test_rows_of_a_save_that_failed_are_part_of_the_next(
 def test_a_replaced_run_leaves_those_of_the_run_that_has_replaced_it(
     tracked: TrackedModel, tmp_path: Path
 ) -> None:
-    """It knows nothing of that until its next checkpoint."""
+    """Come back, and not know of that until the next checkpoint."""
     root, wanted = Folder(tmp_path), PrioritySaves(every_steps=1, fraction=1.0)
     heads = [f"seq-00000{number}_step-00000010_0000000{number}" for number in (1, 2, 3)]
     marks = only(tracked, TALL).marks
