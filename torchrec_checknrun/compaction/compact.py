@@ -39,7 +39,8 @@ from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, overlap, read_content
-from torchrec_checknrun.root.chain import Chain, check_sizes, newest_required, resolve
+from torchrec_checknrun.root.chain import Chain, newest_required, resolve
+from torchrec_checknrun.root.checkpoints import check_sizes
 from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder

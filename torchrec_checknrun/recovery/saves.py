@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torchrec_checknrun.format.losses import Loss
@@ -37,6 +37,7 @@ class Saves(Protocol):
         lossy: int,
         full: bool,
         losses: tuple[Loss, ...] = (),
+        passed_over: Sequence[str] = (),
     ) -> None:
         """Note that the model is in a later state than a chain's head, from which it descends.
 
@@ -45,6 +46,7 @@ class Saves(Protocol):
             lossy: restores from lossy checkpoints so far, this one being none.
             full: whether the next checkpoint must be full.
             losses: what partial recoveries have cost so far.
+            passed_over: newer checkpoints that can't be used, each with the reason.
         """
 
     def log(self, message: str, *values: object, level: int = logging.INFO) -> None:

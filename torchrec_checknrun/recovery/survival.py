@@ -161,7 +161,7 @@ class Survival:
         from_peers: tuple[int, ...] = ()
         try:
             with restore.optimizers.fitted():
-                from_peers = self._go_back(image, restore, decision, chain)
+                from_peers = self._go_back(image, restore, decision, chain, passed_over)
         except Exception as error:
             # If a rank has died, its death is the error: this call raises it again, and the images
             # stay as they are for the next start. Else all ranks are here with the same error.
@@ -188,7 +188,12 @@ class Survival:
         )
 
     def _go_back(
-        self, image: RankImage, restore: HeldRestore, decision: Decision, chain: Chain | None
+        self,
+        image: RankImage,
+        restore: HeldRestore,
+        decision: Decision,
+        chain: Chain | None,
+        passed_over: Sequence[str],
     ) -> tuple[int, ...]:
         """Bring all ranks to the step; return those that have read a peer's copy."""
         assert decision.step is not None
@@ -214,7 +219,7 @@ class Survival:
         self._ranks.on_all_ranks(lambda: own.go_back(step, head, decision.losses, lossy))
         self._ranks.on_all_ranks(restore.load)
         restore.hand_back(self._ranks)
-        self._saver.recovered(chain, lineage, lossy, full, decision.losses)
+        self._saver.recovered(chain, lineage, lossy, full, decision.losses, passed_over)
         self._ranks.on_all_ranks(restore.set_generators)
         # All ranks are at the step: only now may the way back be forgotten.
         self._ranks.on_all_ranks(lambda: own.resume(step))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,7 @@ from torchrec_checknrun.restore.model_loading import (
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.states import Merge, Owners, SavedStates, present_states
 from torchrec_checknrun.root.chain import Chain, newest, resolve
+from torchrec_checknrun.root.checkpoints import has_manifest
 from torchrec_checknrun.root.counting import is_newest
 from torchrec_checknrun.root.shared_root import require_shared
 from torchrec_checknrun.store.copied_folder import CopiedFolder
@@ -64,6 +66,8 @@ class Restored:
         passed_over: newer checkpoints that could not be used, with the reasons.
         skipped: descriptions of tables and values on one side only, on any rank.
         forks: whether newer checkpoints are abandoned.
+        known: those that could not be used, as ``passed_over``, and what these need that is
+            damaged; None: all newer ones are abandoned, since an older one was asked for.
         references: what this rank's shards restore to, of tables stored as differences.
         unread: ids of newer chains that were passed over since the storage failed: a disk may give
             later what it doesn't now.
@@ -75,6 +79,7 @@ class Restored:
     passed_over: list[str]
     skipped: list[str]
     forks: bool
+    known: tuple[str, ...] | None = ()
     memory_bytes: int = 0
     references: list[References] = field(default_factory=list)
     unread: tuple[str, ...] = ()
@@ -172,6 +177,8 @@ class _Attempts:
         self._passed_over: list[str] = []
         self._unread: list[str] = []
         self._unusable: set[str] = set()
+        self._numbers: dict[str, int] = {}
+        """The sequence numbers of checkpoints of chains that failed."""
         self._newest = True
         self._converted = False
         self._skipped: list[str] = []
@@ -185,7 +192,7 @@ class _Attempts:
             ChainBroken: all chains failed.
         """
         chain, problems, self._newest = self._ranks.from_rank_0(self._find)
-        self._passed_over += [line for line in problems if line not in self._passed_over]
+        self._passed_over = problems
         if chain is None and self.changed:
             raise ModelPartlyRestored(
                 "a restore failed half-way and no other whole chain is left; the model is no "
@@ -216,6 +223,7 @@ class _Attempts:
         up to there, and there may be hundreds.
         """
         self._unusable.add(chain.head.id)
+        self._numbers |= {manifest.id: manifest.sequence for manifest in chain.manifests}
         if isinstance(error, CorruptCheckpoint) and error.checkpoint:
             self._unusable.add(error.checkpoint)
         self._passed_over.append(f"{chain.head.id}: {error}")
@@ -245,28 +253,44 @@ class _Attempts:
         """Give the objects their restored content, and report. A collective."""
         progress = self._chain_restore.progress
         hand_back(self._target, self._optimizers, live, progress, self._ranks)
+        known = (*self._passed_over, *(f"{id}: " for id in self._unusable))
         return Restored(
             chain,
             self._converted,
             self._passed_over,
             skipped=self._skipped,
             forks=bool(self._passed_over) or not self._newest,
+            known=known if self._newest else None,
             memory_bytes=self._root.taken.bytes if isinstance(self._root, CopiedFolder) else 0,
             references=self._chain_restore.references,
             unread=tuple(dict.fromkeys(self._unread)),
         )
 
     def _find(self) -> tuple[Chain | None, list[str], bool]:
-        """Find the chain; also return why newer ones were passed over, and whether it is the
-        newest.
+        """Find the chain; also return why newer ones were passed over until now, and whether it is
+        the newest.
         """
         if self._checkpoint is None:
-            return *newest(self._root, self._unusable, resumes=True), True
+            chain, problems = newest(self._root, self._unusable, resumes=True)
+            told = dict.fromkeys((*self._passed_over, *problems))
+            return chain, [line for line in told if not self._is_gone(line, chain)], True
         chain = resolve(self._root, self._checkpoint)
         try:
             return chain, [], is_newest(self._root, latest_claim(self._root), chain.head)
         except ClaimDamaged:  # prevents saves to this root, but not a restore
             return chain, [], is_newest(self._root, None, chain.head)
+
+    def _is_gone(self, line: str, chain: Chain | None) -> bool:
+        """Tell whether what was passed over was deleted as it was read, as by a retention that knew
+        the chain found now, which is no older: nothing was damaged, or is abandoned.
+        """
+        id = line.partition(": ")[0]
+        number = self._numbers.get(id)
+        if chain is None or number is None or number > chain.head.sequence:
+            return False
+        with suppress(CheckNRunError, OSError):
+            return not self._root.is_link(id) and not has_manifest(self._root, id)
+        return False
 
     def _load(self, chain: Chain) -> dict[str, Any]:
         """Plan a chain's restore on all ranks, then load the chain."""

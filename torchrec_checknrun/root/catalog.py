@@ -18,13 +18,13 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.root.chain import (
-    copy_among,
+from torchrec_checknrun.root.chain import copy_among, incompatibility, parent_among
+from torchrec_checknrun.root.checkpoints import (
+    committed,
+    describe_empty,
     files_problem,
-    incompatibility,
-    parent_among,
+    read_manifest,
 )
-from torchrec_checknrun.root.checkpoints import committed, describe_empty, read_manifest
 from torchrec_checknrun.root.retention import abandoned_ids, is_pinned
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import FOLDER, Claim, Claims, read_claims, require_claim

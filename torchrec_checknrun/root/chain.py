@@ -7,13 +7,12 @@ import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from torchrec_checknrun.errors import (
     ChainBroken,
     CheckNRunError,
     CheckpointNotFound,
-    CorruptCheckpoint,
     StorageFailed,
     StorageUnreachable,
     UnsupportedFormat,
@@ -22,6 +21,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import parse_id, parse_ids
 from torchrec_checknrun.root.checkpoints import (
     Listing,
+    check_sizes,
     describe_empty,
     find_checkpoints,
     find_forbidden,
@@ -30,7 +30,8 @@ from torchrec_checknrun.root.checkpoints import (
 )
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import tells_nothing
-from torchrec_checknrun.writers.claims import read_claims, require_claim
+from torchrec_checknrun.writers.claims import Claims, read_claims, require_claim
+from torchrec_checknrun.writers.liveness import newer_epochs
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _LOOKS = 10
 """The number of looks at a root that changes during each of them."""
 _TOLD = 8
 """Problems that an error tells."""
+IGNORED = "it was committed by a writer that had been replaced by then, and doesn't count"
+"""Why a whole checkpoint is passed over, until somebody makes it count."""
 
 
 @dataclass(frozen=True)
@@ -179,42 +182,6 @@ def walk(
     yield from path
 
 
-def files_problem(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
-    """Compare a checkpoint's rank files with the sizes of the files in its directory; return the
-    first difference, None if there is none.
-    """
-    for file in manifest.files:
-        size = sizes.get(file.name)
-        if size != file.size:
-            found = "is missing" if size is None else f"has {size}"
-            return f"{file.name} should have {file.size} bytes, but {found}"
-    return None
-
-
-def sizes_of(root: Folder, manifest: Manifest) -> dict[str, int]:
-    """Return the sizes of the files in a checkpoint's directory, by name. A rank file that a
-    listing lacks is looked for by itself: some stores' listings lag behind.
-    """
-    sizes = root.sizes(manifest.id)
-    for file in manifest.files:
-        if file.name not in sizes:
-            if (size := (root / manifest.id).size(file.name)) is None:
-                break
-            sizes[file.name] = size
-    return sizes
-
-
-def check_sizes(root: Folder, manifest: Manifest) -> None:
-    """Check that a checkpoint's files exist and have their sizes.
-
-    Raises:
-        CorruptCheckpoint: names the file.
-    """
-    problem = files_problem(manifest, sizes_of(root, manifest))
-    if problem is not None:
-        raise CorruptCheckpoint(f"{root}/{manifest.id}/{problem}")
-
-
 def resolve(root: Folder, name: str, known: MutableMapping[str, Manifest] | None = None) -> Chain:
     """Return the chain that ends at ``name``, its manifests and file sizes checked.
 
@@ -303,10 +270,12 @@ def newest(
         UnsupportedFormat: with ``resumes``, something newer is of a newer release.
     """
     for _ in range(_LOOKS):
-        names = root.names()
-        chain, problems, absent = _newest(root, names, unusable, answers, resumes)
+        names, claims = root.names(), cache(partial(read_claims, root))
+        chain, problems, absent = _newest(root, names, claims, unusable, answers, resumes)
         if chain is not None and not problems and not absent:
             return chain, problems
+        if newer_epochs(root, claims().highest):
+            continue  # others may count now
         # In this order: a writer that commits, then deletes is noticed by one or the other.
         if root.names() == names and not any(has_manifest(root, name) for name in absent):
             return chain, problems if chain is not None else [*problems, *find_forbidden(root)]
@@ -336,16 +305,25 @@ def newest_required(root: Folder, *, answers: bool = False) -> Chain:
 
 
 def _newest(
-    root: Folder, names: list[str], unusable: Container[str], answers: bool, resumes: bool
+    root: Folder,
+    names: list[str],
+    claims: Callable[[], Claims],
+    unusable: Container[str],
+    answers: bool,
+    resumes: bool,
 ) -> tuple[Chain | None, list[str], set[str]]:
-    """Look once; also return the names in which a manifest was looked for and not found."""
-    claims = read_claims(root)
+    """Look once; also return the names in which a manifest was looked for and not found.
+
+    Args:
+        claims: reads them once, when the first manifest was read: a writer that was replaced before
+            then may have put it there just now.
+    """
     found = find_checkpoints(root, Listing.of(names))
     absent = found.absent
     # Perhaps newer than the others: their numbers are unknown.
     problems = [f"{name}: {error}" for name, error in found.damaged.items() if name not in unusable]
     for error in found.damaged.values():
-        claims.decided()
+        claims().decided()
         unread = isinstance(error, StorageFailed) and (answers or not tells_nothing(error))
         if unread or (resumes and _may_be_sound(error)):
             raise error
@@ -365,18 +343,15 @@ def _newest(
                 raise
             if resumes and _may_be_sound(error):
                 raise
-            claims.decided()  # not earlier: without any commit the run starts fresh in any case
+            claims().decided()  # not earlier: without any commit the run starts fresh in any case
             problems.append(f"{name}: {error}")
             continue
-        claim = claims.decided()
+        claim = claims().decided()
         if claim is not None and chain.head.epoch > claim.epoch:
             require_claim(root, name, chain.head.epoch)
         if claim is None or claim.admits(name, chain.head.epoch):
             return chain, problems, absent
-        problems.append(
-            f"{name}: it was committed by a writer that had been replaced by then, and doesn't "
-            f"count: `checknrun adopt {root} {name}` makes it count"
-        )
+        problems.append(f"{name}: {IGNORED}: `checknrun adopt {root} {name}` makes it count")
     return None, problems, absent
 
 

@@ -138,6 +138,42 @@ def is_cut(root: Folder, known: Manifest, files: Mapping[str, int]) -> bool:
         return True
 
 
+def files_problem(manifest: Manifest, sizes: Mapping[str, int]) -> str | None:
+    """Compare a checkpoint's rank files with the sizes of the files in its directory; return the
+    first difference, None if there is none.
+    """
+    for file in manifest.files:
+        size = sizes.get(file.name)
+        if size != file.size:
+            found = "is missing" if size is None else f"has {size}"
+            return f"{file.name} should have {file.size} bytes, but {found}"
+    return None
+
+
+def sizes_of(root: Folder, manifest: Manifest) -> dict[str, int]:
+    """Return the sizes of the files in a checkpoint's directory, by name. A rank file that a
+    listing lacks is looked for by itself: some stores' listings lag behind.
+    """
+    sizes = root.sizes(manifest.id)
+    for file in manifest.files:
+        if file.name not in sizes:
+            if (size := (root / manifest.id).size(file.name)) is None:
+                break
+            sizes[file.name] = size
+    return sizes
+
+
+def check_sizes(root: Folder, manifest: Manifest) -> None:
+    """Check that a checkpoint's files exist and have their sizes.
+
+    Raises:
+        CorruptCheckpoint: names the file.
+    """
+    problem = files_problem(manifest, sizes_of(root, manifest))
+    if problem is not None:
+        raise CorruptCheckpoint(f"{root}/{manifest.id}/{problem}")
+
+
 def highest_sequence(root: Folder) -> int:
     """Return the highest sequence number in use, committed or not; 0 if there is none."""
     found = find_checkpoints(root, Listing.of(root.names()))

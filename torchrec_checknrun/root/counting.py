@@ -7,12 +7,13 @@ should they become readable again, nothing is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CheckpointNotFound,
     IncompatibleCheckpoint,
+    RootInUse,
     StorageFailed,
     StorageUnreachable,
 )
@@ -101,6 +102,41 @@ def require_publications(root: Folder, known: MutableMapping[str, Manifest] | No
                 f"{root} holds {manifest.id}, a checkpoint with optimizer or training state, which "
                 "the publications' `keep` would delete: publish to a folder of its own"
             )
+
+
+def require_newest(
+    root: Folder,
+    number: int,
+    counts: Iterable[str],
+    known: Mapping[str, Manifest],
+    passed_over: Collection[str],
+) -> None:
+    """Refuse a claim if the run would abandon what was committed between restore and claim, as by
+    ranks that outlive their agent.
+
+    Args:
+        number: the sequence number of the checkpoint that the run goes on from; 0: of none.
+        counts: ids of the checkpoints that count.
+        known: manifests by id.
+        passed_over: what the run can't go on from, each line with an id and a reason.
+
+    Raises:
+        RootInUse: names the newest.
+    """
+
+    def number_of(id: str) -> int:
+        return known[id].sequence if id in known else sequence_of(id) or 0
+
+    newest = max(
+        (id for id in counts if not any(line.startswith(f"{id}: ") for line in passed_over)),
+        key=number_of,
+        default=None,
+    )
+    if newest is not None and number_of(newest) > number:
+        raise RootInUse(
+            f"{newest} was committed to {root}, or adopted, by another process after this run's "
+            "restore(), and would be abandoned: restore() again, or start this process again"
+        )
 
 
 def require_apart(root: Folder, published: Folder) -> None:

@@ -24,6 +24,7 @@ from torchrec_checknrun.format.names import (
     parse_id,
 )
 from torchrec_checknrun.root.chain import parent_among
+from torchrec_checknrun.root.checkpoints import has_manifest
 from torchrec_checknrun.root.retention import PINNED
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import FOLDER
@@ -142,7 +143,9 @@ def delete_priority_saves(root: Folder) -> list[str]:
     if not of:
         return []
     live = set(root.names())
-    gone = [name for name, id in of.items() if id is not None and id.name not in live]
+    absent = {id.name for id in of.values() if id is not None} - live
+    absent = {name for name in absent if not has_manifest(root, name)}  # a listing may lag behind
+    gone = [name for name, id in of.items() if id is not None and id.name in absent]
     for name in gone:
         _delete_files(saves / name)
     saves.remove()  # unless there are others

@@ -32,6 +32,8 @@ MOST_RENEWALS = 60
 MOST_HELD = 3
 """Checkpoints that all followers together may hold."""
 _MOST_BYTES = 1 << 12
+_PUTS = 2
+"""Tries to put a record: a pruning may remove the empty folder right before."""
 
 
 class Reading(Record, frozen=True):
@@ -73,12 +75,16 @@ class Announcement:
     def _put(self) -> None:
         self._written = time.monotonic()
         content = {"id": self._id, "renewals": self._renewals}
-        try:
-            self._folder.create()  # also later: a pruning may have removed it
-            self._folder.put(self._name, seal("reading", content))
-        except (OSError, CorruptCheckpoint) as error:  # a read-only root: nothing is held
-            logger.info("%s can't be told that %s is being read: %s", self._folder, self._id, error)
-            self._possible = False
+        for _ in range(_PUTS):
+            try:
+                self._folder.create()  # also later: a pruning may have removed it
+                self._folder.put(self._name, seal("reading", content))
+                return
+            except (OSError, CorruptCheckpoint) as error:
+                problem = error
+        # A read-only root: nothing is held.
+        logger.info("%s can't be told that %s is being read: %s", self._folder, self._id, problem)
+        self._possible = False
 
 
 @contextmanager

@@ -24,14 +24,16 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
-from torchrec_checknrun.root.chain import files_problem, parent_among, sizes_of
+from torchrec_checknrun.root.chain import parent_among
 from torchrec_checknrun.root.checkpoints import (
     Listing,
     committed,
+    files_problem,
     find_forbidden,
     has_manifest,
     is_cut,
     read_manifest,
+    sizes_of,
 )
 from torchrec_checknrun.root.counting import counting, counting_ids, highest_epoch
 from torchrec_checknrun.root.deletion import (

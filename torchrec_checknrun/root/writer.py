@@ -9,22 +9,25 @@ from collections.abc import Callable, Iterable, Mapping
 from torchrec_checknrun.errors import (
     CheckNRunError,
     CorruptCheckpoint,
-    RootInUse,
     SaveFailed,
     StorageFailed,
 )
 from torchrec_checknrun.format.manifest import Link, Manifest
-from torchrec_checknrun.format.names import MANIFEST_NAME, sequence_of
-from torchrec_checknrun.root.chain import Chain, files_problem, parent_among, sizes_of
+from torchrec_checknrun.format.names import MANIFEST_NAME
+from torchrec_checknrun.root.chain import IGNORED, Chain, parent_among
 from torchrec_checknrun.root.checkpoints import (
     Listing,
     committed,
+    files_problem,
+    has_manifest,
     highest_sequence,
     read_manifest,
+    sizes_of,
 )
 from torchrec_checknrun.root.counting import (
     counting_ids,
     highest_epoch,
+    require_newest,
     require_publications,
 )
 from torchrec_checknrun.root.lineage import Lineage, Proposal, last_number, note_number
@@ -75,6 +78,8 @@ class RootWriter:
         self._abandoned: tuple[str, ...] = ()
         self._newest: int | None = None
         """The number of the newest checkpoint, if the run goes on from that; 0: from none."""
+        self._passed_over: tuple[str, ...] = ()
+        """Newer checkpoints that the run can't go on from; see ``restored``."""
         self._manifests: dict[str, Manifest] = {}
         self._pruner = None if retention is None else Pruner(self._prune)
         self.lost_parent = self.settled = False
@@ -111,7 +116,10 @@ class RootWriter:
             require_publications(self._root, self._manifests)
         try:
             lease.acquire(earlier, self._uses, above=above)
-            self._require_newest(lease)
+            if self._newest is not None:
+                counts = lease.claim.earlier or ()
+                passed = self._passed_over
+                require_newest(self._root, self._newest, counts, self._manifests, passed)
             # Until now nothing has protected the checkpoint from deletion.
             previous = self._lineage.previous
             if previous is not None and not self._is_whole(previous):
@@ -124,37 +132,24 @@ class RootWriter:
             raise
         self._lease = lease
 
-    def _require_newest(self, lease: Lease) -> None:
-        """Refuse a claim if the run would abandon what was committed between restore and claim, as
-        by ranks that outlive their agent.
-
-        Raises:
-            RootInUse: names the newest.
-        """
-        numbers = {id: m.sequence for id, m in self._manifests.items()}
-        known = {id: numbers.get(id, sequence_of(id) or 0) for id in lease.claim.earlier or ()}
-        newest = max(known, key=lambda id: known[id], default=None)
-        if newest is None or self._newest is None or known[newest] <= self._newest:
-            return
-        raise RootInUse(
-            f"{newest} was committed to {self._root} by another process after this run's "
-            "restore(), and would be abandoned: restore() again, or start this process again"
-        )
-
     def progressed(self) -> None:
         """Note progress of the training, for other processes that ask for the root."""
         if self._lease is not None:
             self._lease.progressed()
 
-    def restored(self, chain: Chain | None, forks: bool = True) -> None:
+    def restored(self, chain: Chain | None, passed_over: Iterable[str] | None = ()) -> None:
         """Protect a restored chain from deletion: the next checkpoint may build on it.
 
         Args:
             chain: None if the root holds no checkpoint.
-            forks: whether newer checkpoints, if any, are to be abandoned.
+            passed_over: newer checkpoints that can't be used, each line with an id and a reason;
+                any other is not to be abandoned. None: all newer ones are.
         """
         self.settled = True
-        self._newest = None if forks else 0 if chain is None else chain.head.sequence
+        self._newest = 0 if chain is None else chain.head.sequence
+        self._newest = self._newest if passed_over is not None else None
+        # What doesn't count yet is abandoned by nobody: once adopted, it is as if committed.
+        self._passed_over = tuple(line for line in passed_over or () if IGNORED not in line)
         if chain is None:
             return
         self.lost_parent = False
@@ -228,7 +223,9 @@ class RootWriter:
         listing = Listing.of(self._root.names() if gone is None else [])
         if gone is None and parent is not None:
             names = set(listing.names)
-            gone = next((m.id for m in chain[1:-1] if m.id not in names), None)
+            absent = (manifest.id for manifest in chain[1:-1] if manifest.id not in names)
+            # Each by itself: a listing may lag behind.
+            gone = next((id for id in absent if not has_manifest(self._root, id)), None)
         if gone is not None:
             self.lost_parent = True
             raise SaveFailed(

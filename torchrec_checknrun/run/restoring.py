@@ -68,7 +68,7 @@ class Restoring:
         self.saver.deferred = False
         self.survival.begin(self.steps, at_start=True)
         if found is None:
-            self.saver.writer.restored(None, forks=False)
+            self.saver.writer.restored(None)
             start_fresh(
                 root, self.ranks, required=resume == "must" if required is None else required
             )
@@ -143,13 +143,7 @@ class Restoring:
             found = restore(self.survival.root, target, self.ranks, checkpoint, verify_all)
             if found is not None:
                 self.steps = found.chain.head.step
-                self.saver.restored(
-                    found.chain,
-                    found.converted,
-                    found.forks,
-                    partly=bool(found.skipped),
-                    references=found.references,
-                )
+                self.saver.restored(found)
                 found.references = []
                 self.saver.writer.keep(found.unread)
                 # ``found`` speaks of the shards as they are now.

@@ -8,12 +8,11 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.delta.transaction import Transaction
 from torchrec_checknrun.dense.gradients import PendingGradients
 from torchrec_checknrun.errors import SaveFailed
@@ -23,7 +22,7 @@ from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
-from torchrec_checknrun.restore.restore import Target
+from torchrec_checknrun.restore.restore import Restored, Target
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.root.lineage import Lineage, Proposal
 from torchrec_checknrun.root.policy import Decision
@@ -150,28 +149,17 @@ class Saver:
         self.writer.wait_for_pruning()
         self._links.forget()  # two sets of them would take too much memory
 
-    def restored(
-        self,
-        chain: Chain,
-        converted: bool,
-        forks: bool,
-        partly: bool,
-        references: list[References],
-    ) -> None:
-        """Note that the model is in a checkpoint's state; see ``Lineage.restored``.
-
-        Args:
-            partly: whether something was skipped, so that the model holds more than the checkpoint.
-            references: what this rank's shards restore to, of tables stored as differences.
-        """
-        self.lineage.restored(chain, converted, forks)
+    def restored(self, found: Restored) -> None:
+        """Note that the model is in a checkpoint's state; see ``Lineage.restored``."""
+        self.lineage.restored(found.chain, found.converted, found.forks)
         self.proposer.resolve()
         tracked = self._target.tracked
-        self._links.restored(chain.manifests, references, tracked, self.proposer.quantization)
-        self._ranks.on_all_ranks(lambda: self.writer.restored(chain, forks))  # rank 0 writes
+        manifests, quantization = found.chain.manifests, self.proposer.quantization
+        self._links.restored(manifests, found.references, tracked, quantization)
+        self._ranks.on_all_ranks(lambda: self.writer.restored(found.chain, found.known))
         self._last = self.lineage.report(Progress())
         self.proposer.fingerprint = None
-        if not partly:
+        if not found.skipped:  # else the model holds more than the checkpoint
             with suppress(Exception):  # the next save reports it
                 self.proposer.fingerprint = self.proposer.look_after_restore()
 
@@ -182,6 +170,7 @@ class Saver:
         lossy: int,
         full: bool,
         losses: tuple[Loss, ...] = (),
+        passed_over: Sequence[str] = (),
     ) -> None:
         """Note that the model is in a later state than a chain's head, from which it descends.
 
@@ -190,10 +179,11 @@ class Saver:
             lossy: restores from lossy checkpoints so far, this one being none.
             full: whether the next checkpoint must be full.
             losses: what partial recoveries have cost so far.
+            passed_over: as of ``RootWriter.restored``.
         """
+        self._ranks.on_all_ranks(lambda: self.writer.restored(chain, passed_over))
         if chain is not None:
             self.lineage.restored(chain, full, forks=False)
-            self._ranks.on_all_ranks(lambda: self.writer.restored(chain))
             self._last = self.lineage.report(Progress())
         self._links.forget()  # images hold none
         self.lineage.id, self.lineage.lossy_restores = lineage, lossy

@@ -31,7 +31,7 @@ from torchrec_checknrun.serve.lag import Lag
 from torchrec_checknrun.serve.load import Load, Memory
 from torchrec_checknrun.serve.looking import start_looking
 from torchrec_checknrun.serve.pace import Pace
-from torchrec_checknrun.serve.plan import Glance, Plan, is_copy, plan
+from torchrec_checknrun.serve.plan import Glance, Plan, is_copy, plan, stays
 from torchrec_checknrun.serve.version import Version
 from torchrec_checknrun.store.folder import Folder
 
@@ -265,9 +265,10 @@ class Follower:
                     raise ChainBroken(f"{self._root} holds no checkpoint any more")
                 self._lag.looked(None)
                 return
-            served = self._served[-1].sequence if self._served else -1
-            if problems and chain.head.sequence < served:
-                raise ChainBroken(f"newer checkpoints can't be read: {problems}")
+            shown = self._served[-1] if self._served else self._lag.shown
+            if stays(self._root, shown, chain, problems):
+                self._lag.looked(shown)
+                return
             self._pace.rest()
             todo = self._plan(chain, unusable)
             if not todo.current:
@@ -283,10 +284,8 @@ class Follower:
             self._lag.looked(self._served[-1], problems or None)
             self._copies.settle(self._pace.rest)
             return
-        raise ChainBroken(
-            f"{self._root}: checkpoints go, or are damaged, as they are read: "
-            + "; ".join(map(str, unusable.values()))
-        )
+        why = "; ".join(map(str, unusable.values()))
+        raise ChainBroken(f"{self._root}: checkpoints go, or are damaged, as they are read: {why}")
 
     def _plan(self, chain: Chain, unusable: Container[str]) -> Plan:
         """Plan to read a chain; its original where the head is a copy of what follows the served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -11,6 +12,8 @@ from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.serve.version import Version
 from torchrec_checknrun.store.folder import Folder
 
+logger = logging.getLogger(__name__)
+
 
 class Lag:
     """The last look at a root, and its time.
@@ -19,13 +22,14 @@ class Lag:
     stamped both that are compared. What has passed since a look is counted by this process's clock.
 
     Attributes:
+        shown: the checkpoint that is served; None before the first.
         error: the last error of a look; None after a look without.
     """
 
     def __init__(self, root: Folder) -> None:
         self._root = root
         self._newest: Manifest | None = None
-        self._shown: Manifest | None = None
+        self.shown: Manifest | None = None
         self._behind = 0.0
         self._looked = time.monotonic()
         self.error: str | None = None
@@ -38,18 +42,24 @@ class Lag:
         """Note the newest checkpoint, which is not served yet."""
         self._newest = head
         self._looked = time.monotonic()
-        if self._shown is not None:
-            times = [self.commit_time(manifest) for manifest in (self._shown, head)]
+        if self.shown is not None:
+            times = [self.commit_time(manifest) for manifest in (self.shown, head)]
             if None in times:
-                times = [_created(manifest) for manifest in (self._shown, head)]
+                times = [_created(manifest) for manifest in (self.shown, head)]
             before, after = times
             assert before is not None
             assert after is not None
             self._behind = max(0.0, after - before)
 
     def shows(self, head: Manifest) -> None:
-        """Note the checkpoint that is served from now on."""
-        self._shown = head
+        """Note the checkpoint that is served from now on; say so where it is an older one."""
+        if self.shown is not None and head.sequence < self.shown.sequence:
+            logger.warning(
+                "%s is served in place of %s, a newer one that is no longer in %s: it was deleted, "
+                "or another run's root is in that place",
+                *(head.id, self.shown.id, self._root),
+            )
+        self.shown = head
         self._behind = 0.0
 
     def looked(self, head: Manifest | None, error: str | None = None) -> None:

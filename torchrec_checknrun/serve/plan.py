@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchrec_checknrun.errors import ChainBroken, CheckpointNotFound
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.root.chain import Chain
-from torchrec_checknrun.root.checkpoints import may_be_newer
+from torchrec_checknrun.root.checkpoints import may_be_newer, read_manifest
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import FOLDER
 
@@ -67,6 +68,27 @@ def is_copy(manifest: Manifest) -> bool:
     """Tell whether a checkpoint is the compacted copy of another, its ``previous``."""
     id = parse_id(manifest.id)
     return id is not None and id.is_copy and manifest.kind == "full"
+
+
+def stays(root: Folder, shown: Manifest | None, chain: Chain, problems: str) -> bool:
+    """Tell whether what is served is newer than the newest chain that was found, and is still
+    there: listings of some stores are as of an earlier moment.
+
+    Args:
+        shown: the checkpoint that is served.
+        problems: why newer ones can't be read.
+
+    Raises:
+        ChainBroken: it may be newer ones that can't be read.
+    """
+    if shown is None or chain.head.sequence >= shown.sequence:
+        return False
+    if problems:
+        raise ChainBroken(f"newer checkpoints can't be read: {problems}")
+    try:
+        return read_manifest(root, shown.id).link == shown.link
+    except CheckpointNotFound:
+        return False
 
 
 class Glance:

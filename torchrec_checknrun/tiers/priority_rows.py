@@ -22,7 +22,7 @@ from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CheckNRunError
 from torchrec_checknrun.format.chunk import EncodedChunk
 from torchrec_checknrun.format.entries import RowsEntry
-from torchrec_checknrun.format.names import PRIORITY_SAVES
+from torchrec_checknrun.format.names import PRIORITY_SAVES, parse_id
 from torchrec_checknrun.format.rank_file import rank_file_name, write_rank_file
 from torchrec_checknrun.format.row_chunk import RowsHeader, encode_rows
 from torchrec_checknrun.format.row_reader import StoredRows
@@ -119,7 +119,7 @@ class PriorityRows:
         for shard in self._shards:
             shard.marks.noted = None
         if over:
-            self._worker.submit(partial(self._prune, "", -1))
+            self._worker.submit(partial(self._prune, self._since or "", -1))
         self._worker.close(cancel=not over, seconds=self._root.patience.seconds if over else 0)
 
     def _local(self) -> list[TrackedShard]:
@@ -176,7 +176,8 @@ class PriorityRows:
         return written
 
     def _prune(self, head: str | None, after: int | None) -> None:
-        """Remove this rank's saves that are of no use.
+        """Remove this rank's saves that are of no use. Those of checkpoints after the newest that
+        this run knows are of a run that has replaced this one, and stay.
 
         Args:
             head: the newest checkpoint: saves of others go; None: they stay.
@@ -186,15 +187,23 @@ class PriorityRows:
             folder = self._root / PRIORITY_SAVES
             for name in folder.names():
                 of, _, step = parse_directory(name)
-                if (head is not None and of != head) or (after is not None and step > after):
-                    (folder / name).delete(self._file)
-                    (folder / name).remove()
+                older = head is not None and of != head
+                if _is_after(of, head) or not (older or (after is not None and step > after)):
+                    continue
+                (folder / name).delete(self._file)
+                (folder / name).remove()
             folder.remove()  # unless there are others
 
     def _tell(self, why: str) -> None:
         if not self._told:
             self._told = True
             logger.warning("a priority save was left out: %s", why)
+
+
+def _is_after(of: str, head: str | None) -> bool:
+    """Tell whether a checkpoint is known by its id to come after another one."""
+    one, other = parse_id(of), parse_id(head or "")
+    return one is not None and other is not None and one.sequence > other.sequence
 
 
 def directory_of(head: str, run: str, step: int) -> str:

@@ -38,8 +38,8 @@ from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import table_problems
 from torchrec_checknrun.restore.rows import decode_all
-from torchrec_checknrun.root.chain import check_sizes, resolve
-from torchrec_checknrun.root.checkpoints import committed, read_manifest
+from torchrec_checknrun.root.chain import resolve
+from torchrec_checknrun.root.checkpoints import check_sizes, committed, read_manifest
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.completeness import (

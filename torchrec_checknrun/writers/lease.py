@@ -36,7 +36,7 @@ from torchrec_checknrun.writers.claims import (
     read_claim,
     read_claims,
 )
-from torchrec_checknrun.writers.liveness import clean_up, is_fresh, standing_of
+from torchrec_checknrun.writers.liveness import clean_up, is_fresh, newer_epochs, standing_of
 from torchrec_checknrun.writers.same_root import Signs
 
 __all__ = ["FOLDER", "LEASE_SECONDS", "Claim", "Holder", "Lease", "latest_claim"]
@@ -179,7 +179,7 @@ class Lease:
                 logger.warning("%s/%s was damaged or deleted: rewriting it", self._folder, name)
                 ours = self._write()
         if not ours:
-            by = self._who(max([epoch, *self._newer(epoch)]))
+            by = self._who(max([epoch, *newer_epochs(self._root, epoch)]))
             raise RootInUse(
                 f"{self._root} was taken over by {by}: this process commits nothing more to it. If "
                 "both are meant to run, give each its own root"
@@ -208,7 +208,7 @@ class Lease:
             if claim is None:
                 return
             Lease._held.remove(self)
-            if self._beside(claim) or self._newer(claim.epoch):
+            if self._beside(claim) or newer_epochs(self._root, claim.epoch):
                 return
             if forget:
                 self._folder.delete(claim.name)
@@ -216,10 +216,6 @@ class Lease:
             else:
                 self.signs.is_gone(self._root, claim)  # refuses another root
                 self._folder.put(claim.name, replace(claim, released=True).to_bytes())
-
-    def _newer(self, epoch: int) -> list[int]:
-        """List the epochs that were claimed after this one; a listing may lag behind."""
-        return [other for other in epochs(self._folder.names()) if other > epoch]
 
     def _who(self, epoch: int) -> str:
         """Describe the holder of an epoch for errors."""
@@ -294,7 +290,7 @@ class Lease:
             self._withdraw(epoch, data)
             raise
         # In a store without conditional puts, the last of two simultaneous ones wins.
-        if self._newer(epoch) or self._read_back(epoch) != claim:
+        if newer_epochs(self._root, epoch) or self._read_back(epoch) != claim:
             raise RootInUse(
                 f"{self._root} was claimed at the same moment by another writer: give this run a "
                 "root of its own"
@@ -355,7 +351,7 @@ class Lease:
     def _is_ours(self) -> bool | None:
         """Return whether the root is still this process's; None if the claim is damaged or gone."""
         epoch = self.claim.epoch
-        if self._newer(epoch):
+        if newer_epochs(self._root, epoch):
             return False
         try:
             data = read_bytes(self._folder, epoch)

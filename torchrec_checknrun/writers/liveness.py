@@ -19,9 +19,11 @@ from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint, RootInU
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import (
     FOLDER,
+    LAST_EPOCH,
     LEASE_SECONDS,
     Claim,
     Holder,
+    claim_name,
     epochs,
     read_claims,
     temporary_epoch,
@@ -231,14 +233,25 @@ def _content(folder: Folder, name: str) -> bytes | None:
         return None
 
 
+def newer_epochs(root: Folder, epoch: int) -> list[int]:
+    """List the epochs that were claimed after one. The next of them is also looked for by its name:
+    a listing may lag behind.
+    """
+    folder = root / FOLDER
+    newer = [other for other in epochs(folder.names()) if other > epoch]
+    if not newer and epoch < LAST_EPOCH and folder.size(claim_name(epoch + 1)) is not None:
+        return [epoch + 1]
+    return newer
+
+
 def require_no_newer(root: Folder, epoch: int) -> None:
     """Check that nobody has claimed a root since an epoch.
 
     Raises:
         RootInUse: somebody has.
     """
-    if (last := max(epochs((root / FOLDER).names()), default=0)) > epoch:
+    if newer := newer_epochs(root, epoch):
         raise RootInUse(
-            f"{root} was claimed meanwhile (epoch {last}), by a run or by `checknrun adopt`, "
+            f"{root} was claimed meanwhile (epoch {max(newer)}), by a run or by `checknrun adopt`, "
             "`repair` or `unlock`: what counts and what is used may be others now. Prune again"
         )

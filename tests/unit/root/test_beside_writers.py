@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from tests.unit.console import Console
 from tests.unit.root.commits import commit, leftover
+from tests.unit.root.writers import ELSEWHERE, become
 from torchrec_checknrun.errors import (
     CorruptCheckpoint,
     IncompatibleCheckpoint,
@@ -115,6 +116,56 @@ def test_the_newest_while_its_files_go(root: Folder, monkeypatch: pytest.MonkeyP
     assert found is not None
     assert found.head.id == committed(root)[0]
     assert not problems
+
+
+def _replaced(root: Folder, monkeypatch: pytest.MonkeyPatch) -> tuple[Manifest, str]:
+    """Let a run be replaced as its second save is under way; return its first checkpoint, and the
+    name of the second.
+    """
+    Lease(root).acquire(lambda _: [])
+    first = commit(root, epoch=1)
+    late = leftover(root, first.sequence + 1)
+    become(monkeypatch, **ELSEWHERE)
+    return first, late
+
+
+def _take_over(root: Folder) -> None:
+    lease = Lease(root)
+    lease.acquire(lambda before: counting_ids(root, before), force=True)
+    lease.release()
+
+
+def test_the_newest_as_its_writer_is_replaced(
+    root: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pass over what is committed after that, though the look began before."""
+    first, late = _replaced(root, monkeypatch)
+
+    def go_on() -> None:
+        _take_over(root)
+        finish(root, late, first)
+
+    monkeypatch.setattr(chain, "find_checkpoints", Once(chain.find_checkpoints, go_on))
+    found, problems = newest(root)
+    assert found is not None
+    assert found.head.id == first.id
+    assert problems[0].startswith(f"{late}: it was committed by a writer that had been replaced")
+
+
+def test_the_newest_as_it_is_adopted(
+    root: Folder, monkeypatch: pytest.MonkeyPatch, console: Console
+) -> None:
+    first, late = _replaced(root, monkeypatch)
+    _take_over(root)
+    finish(root, late, first)
+
+    def adopt() -> None:
+        assert console.run("adopt", root.url, late, "--yes").code == 0
+
+    monkeypatch.setattr(chain, "find_checkpoints", Once(chain.find_checkpoints, adopt))
+    found, problems = newest(root)
+    assert found is not None
+    assert (found.head.id, problems) == (late, [])
 
 
 def test_a_root_that_never_rests(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

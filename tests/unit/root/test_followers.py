@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from torchrec_checknrun.root.followers import (
     RENEW_SECONDS,
     Announcement,
     announced,
+    delete_silent,
     held_by_followers,
 )
 from torchrec_checknrun.root.prune import prune
@@ -49,6 +51,30 @@ def test_what_is_read_stays(tmp_path: Path) -> None:
         assert set(prune(root, Retention(keep=1)).verdict.keep) == {full.id, read.id, last[1].id}
     assert records(tmp_path) == []
     assert set(prune(root, Retention(keep=1)).verdict.keep) == {last[1].id}
+
+
+def test_a_pruning_that_removes_the_folder_of_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right before a record is put there."""
+    root = Folder(tmp_path)
+    read, last = put(root, 1), put(root, 2)
+    Announcement(root, read.id)  # of one that was killed
+    shift(records(tmp_path)[0], -2 * MOST_RENEWALS * RENEW_SECONDS)
+    folder, put_file, removed = root / FOLDER, Folder.put, list[str]()
+
+    def put_late(self: Folder, name: str, *rest: Any) -> None:
+        if self.name == FOLDER and not removed:
+            removed.append(name)
+            delete_silent(root, last.id)
+            assert FOLDER not in root.names()
+        put_file(self, name, *rest)
+
+    monkeypatch.setattr(Folder, "put", put_late)
+    with announced(root, read.id, large=True):
+        assert len(folder.names()) == 1
+        assert held_by_followers(root, numbers(read, last)) == {read.id}
+    assert removed
 
 
 def test_a_silent_follower_holds_nothing_for_long(tmp_path: Path) -> None:

@@ -66,6 +66,35 @@ def test_rows_of_a_save_that_failed_are_part_of_the_next(
     saves.close(over=False)
 
 
+def test_a_replaced_run_leaves_those_of_the_run_that_has_replaced_it(
+    tracked: TrackedModel, tmp_path: Path
+) -> None:
+    """Come back, and not know of that until the next checkpoint."""
+    root, wanted = Folder(tmp_path), PrioritySaves(every_steps=1, fraction=1.0)
+    heads = [f"seq-00000{number}_step-00000010_0000000{number}" for number in (1, 2, 3)]
+    marks = only(tracked, TALL).marks
+
+    def save(saves: PriorityRows, head: str, run: str, step: int) -> None:
+        saves.step(step - 1, head, run)
+        marks.mark(torch.tensor([step]))
+        saves.step(step, head, run)
+        saves._worker.submit(lambda: None).result()
+
+    replaced, other = (PriorityRows(wanted, root, 0, tracked) for _ in range(2))
+    save(replaced, heads[0], "replaced", 11)
+    save(other, heads[2], "other", 12)  # and what was of older checkpoints goes
+    made = root / ".priority"
+    theirs = f"{heads[2]}.other.step-00000012"
+    assert made.names() == [theirs]
+    save(replaced, heads[1], "replaced", 13)
+    assert made.names() == [f"{heads[1]}.replaced.step-00000013", theirs]
+    assert ids_in(made / theirs) == [12]
+    replaced.close(over=True)
+    assert made.names() == [theirs]
+    other.close(over=True)
+    assert root.names() == []
+
+
 def ids_in(folder: Folder) -> list[int]:
     found = []
     for entry, header, payload in read_own_chunks(folder, rank_file_name(0)):
