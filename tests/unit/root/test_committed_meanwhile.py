@@ -40,14 +40,10 @@ def begun(root: Path, checkpoint: str | None = None) -> tuple[Job, Checkpointer]
     return job, saver
 
 
-def test_the_run_is_told_and_goes_on_from_them(tmp_path: Path) -> None:
-    commit(tmp_path)
-    job, saver = begun(tmp_path)
-    newest = commit(tmp_path)
-    job.train()
-    for _ in range(2):
-        with pytest.raises(RootInUse, match=f"{newest} was committed .* restore"):
-            saver.save()
+def go_on_from(newest: str, job: Job, saver: Checkpointer) -> None:
+    """Be told of a newer checkpoint, restore it, and save upon it."""
+    with pytest.raises(RootInUse, match=f"{newest} was committed .* restore"):
+        saver.save()
     report = saver.restore()
     assert report is not None
     assert report.id == newest
@@ -56,6 +52,16 @@ def test_the_run_is_told_and_goes_on_from_them(tmp_path: Path) -> None:
     assert after is not None
     assert after.parent == newest
     saver.close()
+
+
+def test_the_run_is_told_and_goes_on_from_them(tmp_path: Path) -> None:
+    commit(tmp_path)
+    job, saver = begun(tmp_path)
+    newest = commit(tmp_path)
+    job.train()
+    with pytest.raises(RootInUse, match=newest):
+        saver.save()
+    go_on_from(newest, job, saver)
 
 
 def test_a_fresh_start_is_told(tmp_path: Path) -> None:
@@ -90,14 +96,7 @@ def test_a_run_that_passed_over_a_damaged_one_is_told(tmp_path: Path) -> None:
     job, saver = begun(tmp_path)
     newest = commit(tmp_path)
     job.train()
-    with pytest.raises(RootInUse, match=f"{newest} was committed .* restore"):
-        saver.save()
-    report = saver.restore()
-    assert report is not None
-    assert report.id == newest
-    train(job, saver)
-    assert saver.save() is not None
-    saver.close()
+    go_on_from(newest, job, saver)
 
 
 def test_a_damaged_one_and_what_it_needs_are_abandoned(tmp_path: Path) -> None:

@@ -187,9 +187,9 @@ def test_a_driver_whose_upload_fails(
             raise RuntimeError("Failed to upload block")
 
     monkeypatch.setattr(folder._fs, "open", lambda *arguments, **options: File())
-    with pytest.raises(StorageFailed, match=r"writing .*/run/a.*Failed to upload block"):  # noqa: SIM117
-        with folder.write("a") as file:
-            file.write(CONTENT)
+    told = r"writing .*/run/a.*Failed to upload block"
+    with pytest.raises(StorageFailed, match=told), folder.write("a") as file:
+        file.write(CONTENT)
 
 
 class ServiceRequestError(Exception):
