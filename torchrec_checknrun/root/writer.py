@@ -146,8 +146,8 @@ class RootWriter:
                 any other is not to be abandoned. None: all newer ones are.
         """
         self.settled = True
-        self._newest = 0 if chain is None else chain.head.sequence
-        self._newest = self._newest if passed_over is not None else None
+        number = 0 if chain is None else chain.head.sequence
+        self._newest = None if passed_over is None else number
         # What doesn't count yet is abandoned by nobody: once adopted, it is as if committed.
         self._passed_over = tuple(line for line in passed_over or () if IGNORED not in line)
         if chain is None:

@@ -95,7 +95,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _ERRNOS:
         return True
-    if _status(error) in _STATUS or _s3_status(error) in _S3_STATUS:
+    if _statuses(error) & _STATUS or _s3_status(error) in _S3_STATUS:
         return True
     return any(kind.__name__ in _NAMES for kind in type(error).__mro__)
 
@@ -113,14 +113,12 @@ def _s3_status(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error, or the answer it keeps, tells; None where none does."""
-    for holder in (error, getattr(error, "response", None)):
-        for name in ("status", "status_code", "code"):
-            status = getattr(holder, name, None)
-            if isinstance(status, int):
-                return status
-    return None
+def _statuses(error: BaseException) -> set[int]:
+    """Return the HTTP statuses that an error, or the answer it keeps, tells."""
+    holders = (error, getattr(error, "response", None))
+    names = ("status", "status_code", "code")
+    told = (getattr(holder, name, None) for holder in holders for name in names)
+    return {status for status in told if isinstance(status, int)}
 
 
 def tells_nothing(error: BaseException) -> bool:
@@ -186,7 +184,7 @@ def storage_failed(error: Exception, what: str) -> Exception:
     if isinstance(error, (StorageFailed, FileNotFoundError, FileExistsError)):
         return error
     number = error.errno if isinstance(error, OSError) and error.errno else None
-    if number is None and (isinstance(error, PermissionError) or _status(error) in _DENIED):
+    if number is None and (isinstance(error, PermissionError) or _statuses(error) & _DENIED):
         number = errno.EACCES
     if number is None:
         number = _REFUSED

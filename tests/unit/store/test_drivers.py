@@ -147,6 +147,20 @@ def test_an_error_of_a_driver_says_nothing_of_what_was_to_be_read(
     assert tells_nothing(caught.value)
 
 
+def test_a_refused_read_is_that_where_sizes_are_not_told_either(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise HttpResponseError(403)
+
+    folder.put("a", CONTENT)
+    monkeypatch.setattr(folder._fs, "cat_file", fail)
+    monkeypatch.setattr(folder._fs, "info", lambda path: {"type": "file", "size": None})
+    with pytest.raises(StorageFailed, match="credentials") as caught:
+        folder.read("a", 5, 10)
+    assert tells_nothing(caught.value)
+
+
 def test_a_refusal_names_credentials(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise HttpResponseError(403)
