@@ -20,11 +20,7 @@ from torchrec.distributed.train_pipeline import (
     TrainPipelineFusedSparseDist,
     TrainPipelineSparseDist,
 )
-from torchrec.distributed.train_pipeline.experimental_pipelines import TrainEvalHybridPipelineBase
-from torchrec.distributed.train_pipeline.train_pipelines import (
-    TrainPipelineSemiSync,
-    TrainPipelineSparseDistLite,
-)
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
 from tests.distributed import references, zoo
@@ -33,6 +29,7 @@ from tests.distributed.states import State, gather
 from tests.distributed.test_tracking_zoo import PLANS, no_streams
 from tests.distributed.worker_pool import WorkerPool
 from tests.examples import some_of
+from tests.pipelines import newer
 from torchrec_checknrun import Checkpointer, Consecutive, Images
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
@@ -42,13 +39,16 @@ pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was n
 Workers = Callable[[int], WorkerPool]
 TORN, STEPS = 5, 9
 """The steps that are done when a step is torn, and those of the whole run."""
+NEWER: dict[str, Any] = {
+    "lite": newer("TrainPipelineSparseDistLite"),
+    "hybrid": newer("TrainEvalHybridPipelineBase", "experimental_pipelines"),
+}
 PIPELINES: dict[str, Any] = {
     "base": TrainPipelineBase,
     "sparse_dist": TrainPipelineSparseDist,
-    "lite": TrainPipelineSparseDistLite,
     "fused": TrainPipelineFusedSparseDist,
-    "hybrid": TrainEvalHybridPipelineBase,
     "semi_sync": functools.partial(TrainPipelineSemiSync, start_batch=0),
+    **{how: kind for how, kind in NEWER.items() if kind is not None},
 }
 
 
@@ -216,7 +216,7 @@ CASES = [
     ("vbe", "one_rank", "plain"),
     *(("bags", "rows", how) for how in ("fp16", "clipped_warm_up", "sam")),
     *(("bags", plan, how) for plan in ("rows", "columns") for how in ("base", "sparse_dist")),
-    *(("bags", "rows", how) for how in ("lite", "hybrid")),
+    *(("bags", "rows", how) for how in NEWER if how in PIPELINES),
     *((kind, "rows", "fused") for kind in ("bags", "vbe", "weighted", "feature_processed")),
 ]
 

@@ -21,10 +21,7 @@ from torchrec.distributed.train_pipeline import (
     TrainPipelineFusedSparseDist,
     TrainPipelineSparseDist,
 )
-from torchrec.distributed.train_pipeline.train_pipelines import (
-    TrainPipelineSemiSync,
-    TrainPipelineSparseDistLite,
-)
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 
 from tests.distributed import collisions, layouts, models
 from tests.distributed.fused_on_cpu import any_fused_optimizer
@@ -39,26 +36,28 @@ from tests.distributed.worker_pool import WorkerPool
 from tests.distributed.zoo import build_zoo
 from tests.distributed.zoo import table_arrays as zoo_tables
 from tests.examples import some_of
+from tests.pipelines import newer
 from torchrec_checknrun.marks import row_copies
 from torchrec_checknrun.marks.row_copies import RowCopies
 
 Workers = Callable[[int], WorkerPool]
+LITE = newer("TrainPipelineSparseDistLite")
+PIPELINES: dict[str, Any] = {
+    "base": TrainPipelineBase,
+    "sparse_dist": TrainPipelineSparseDist,
+    "prefetch": PrefetchTrainPipelineSparseDist,
+    "semi_sync": TrainPipelineSemiSync,
+    "fused": TrainPipelineFusedSparseDist,
+    **({} if LITE is None else {"lite": LITE}),
+}
 
 
 def pipelined(root: str, pipeline: str, plan: dict[str, str]) -> list[int]:
     zoo, again = build_zoo("bags", plan), build_zoo("bags", plan)
     batches: Iterator[Any] = (zoo.batch(i) for i in itertools.count())
-    kinds: dict[str, Any] = {
-        "base": TrainPipelineBase,
-        "sparse_dist": TrainPipelineSparseDist,
-        "lite": TrainPipelineSparseDistLite,
-        "fused": TrainPipelineFusedSparseDist,
-        "prefetch": PrefetchTrainPipelineSparseDist,
-        "semi_sync": TrainPipelineSemiSync,
-    }
     options = {"start_batch": 0} if pipeline == "semi_sync" else {}
     with no_streams(), slowed() as chunks:
-        runner = kinds[pipeline](zoo.model, zoo.optimizer, device=CPU, **options)
+        runner = PIPELINES[pipeline](zoo.model, zoo.optimizer, device=CPU, **options)
         if pipeline == "prefetch":  # without a stream it would prefetch nothing
             runner._data_dist_stream = _Stream()
             runner._stream_context = lambda _: nullcontext()
@@ -71,7 +70,7 @@ def pipelined(root: str, pipeline: str, plan: dict[str, str]) -> list[int]:
     some_of(
         [
             (pipeline, plan)
-            for pipeline in ("base", "sparse_dist", "prefetch", "semi_sync", "lite", "fused")
+            for pipeline in PIPELINES
             for plan in ("rows", "columns", "mixed")
             # That pipeline steps replicas before their backward pass.
             if (pipeline, plan) != ("semi_sync", "mixed")

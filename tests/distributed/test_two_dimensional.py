@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,10 @@ def save_maps(root: str) -> list[Any]:
         return [saved, mapped(zoo, saver), told]
 
 
+@pytest.mark.skipif(
+    version("torchrec").startswith(("1.4.", "1.5.", "1.6.")),
+    reason="TorchRec before 1.7 can't shard managed collisions in groups of ranks",
+)
 def test_maps_of_averaged_tables(workers: Workers, tmp_path: Path) -> None:
     """Store one group's maps with its rows and its ids since the last eviction, for all groups."""
     results = workers(4).run(save_maps, root=str(tmp_path / "root"))
