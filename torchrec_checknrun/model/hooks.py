@@ -55,8 +55,10 @@ class KernelHook:
         self.kernel = kernel
         self._marks = marks
         self._warned = False
-        self._used = getattr(kernel.module, "_embedding_table_index_type", torch.int64)
-        """The type of the ids that TorchRec hands to the kernel."""
+        # FBGEMM's own where TorchRec, before 1.6, hands on what it gets.
+        used = getattr(kernel.module._emb_module, "embedding_table_index_type", torch.int64)
+        self._used = getattr(kernel.module, "_embedding_table_index_type", used)
+        """The type of the ids that the lookup uses."""
         self.writes = WriteWatch(kernel, marks)
         self._handles = [kernel.module.register_forward_hook(self._after_forward)]
         if kernel.touches_other_rows:
