@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, JustifyMethod
+from rich.console import Console, ConsoleDimensions, JustifyMethod
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -145,7 +145,7 @@ def print_table(headings: Iterable[str], rows: Iterable[list[str]]) -> None:
     for row in rows:
         table.add_row(*map(clean, row))
     out = console()
-    out.width = _UNWRAPPED
+    _widen(out)
     out.print(table)
 
 
@@ -153,8 +153,13 @@ def console() -> Console:
     """Return a console for stdout, wide enough not to wrap piped output."""
     out = Console(highlight=False, markup=False, emoji=False)
     if not out.is_terminal:
-        out.width = _UNWRAPPED
+        _widen(out)
     return out
+
+
+def _widen(out: Console) -> None:
+    # With the height: without one, a dumb terminal's width stays that which rich gives it.
+    out.size = ConsoleDimensions(_UNWRAPPED, out.height)
 
 
 @contextmanager

@@ -43,11 +43,14 @@ def test_lines_of_piped_output_are_whole(console: Console, long: str) -> None:
     assert name in console.run("verify", root, full.id).out
 
 
-@pytest.mark.parametrize("columns", ["80", "20"])
+@pytest.mark.parametrize(
+    ("terminal", "columns"), [("xterm", "80"), ("xterm", "20"), ("dumb", "80")]
+)
 def test_tables_are_legible_in_narrow_terminals(
-    console: Console, monkeypatch: pytest.MonkeyPatch, columns: str
+    console: Console, monkeypatch: pytest.MonkeyPatch, terminal: str, columns: str
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", terminal)
     monkeypatch.setenv("COLUMNS", columns)
     root = new_root()
     *_, head = chain_of_three(root)
