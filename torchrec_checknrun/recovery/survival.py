@@ -309,7 +309,7 @@ class Survival:
             self.begin(step)  # a collective, which a rank without an image any more takes part in
         elif not self._saver.gradients_wait:
             image.end_step(step)
-            if self._priority is not None and not image.is_broken:
+            if self._priority is not None and self._saver.claimed and not image.is_broken:
                 previous = self._saver.lineage.previous
                 head = None if previous is None else previous.id
                 self._priority.step(step, head, image.incarnation)
@@ -333,9 +333,9 @@ class Survival:
         if self._image is not None:
             self._image.close(remove=over)
         if self._priority is not None:
-            self._priority.close(over)
+            self._priority.close(over and self._saver.claimed)
         if self._host is not None:
-            self._host.close(over)
+            self._host.close(over and self._saver.claimed)
         if self._peers is not None and over:
             self._peers.folder.remove()
 

@@ -37,6 +37,11 @@ class RootClaim:
         self._writer = writer
         self._is_taken = self._was_tried = self._is_seen = False
 
+    @property
+    def is_taken(self) -> bool:
+        """Return whether this run has claimed the root, on all ranks alike."""
+        return self._is_taken
+
     def take(self) -> None:
         """Make this run the only one that writes to the root; a collective until that holds.
 
