@@ -206,7 +206,7 @@ class Peers(OutgoingCopies):
         """
         self.folder.forget_fetched()
         sizes = {
-            owner: self._tried(partial(self._sizes, owner, chain), [])
+            owner: self._tried(partial(self._sizes, owner, chain), list[int]())
             for owner in lost
             if self.folder.is_safe
         }
@@ -266,9 +266,13 @@ class Peers(OutgoingCopies):
 
         exchange(self._ranks, moves, read, write)
         copy = copies.get(self._rank)
-        if copy is None:
-            return False
-        return self._tried(lambda: copy.keep() is None, False)
+
+        def keep() -> bool:
+            if copy is not None:
+                copy.keep()
+            return copy is not None
+
+        return self._tried(keep, False)
 
     # ------------------------------------------------------------------
 
