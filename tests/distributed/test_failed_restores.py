@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torchrec_checknrun import errors
 from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.restore import chunks
+from torchrec_checknrun.restore import restore as restoring_rows
 from torchrec_checknrun.run import restoring
 from torchrec_checknrun.store import folder as filesystem
 
@@ -392,3 +394,32 @@ def initialization_fails(root: str, spec: dict[str, Any], plan: Plan) -> None:
 def test_initial_values_fail_on_one_rank(workers: Workers, tmp_path: Path) -> None:
     """Tell the other ranks, which would wait."""
     workers(2).run(initialization_fails, **where(tmp_path))
+
+
+def deleted_meanwhile(root: str, spec: dict[str, Any], plan: Plan, name: str) -> str:
+    """Delete the newest checkpoint once rank 0 has found it, before the other ranks look."""
+    real, job = restoring_rows.require_shared, build(spec, plan, seed=5)
+
+    def late(*arguments: Any) -> bool:
+        if dist.get_rank() == 0:
+            shutil.rmtree(Path(root, name), ignore_errors=True)
+        dist.barrier()
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, checkpointer(root, job) as saver:
+        patch.setattr(restoring_rows, "require_shared", late)
+        report = saver.restore()
+        assert report is not None
+        assert report.passed_over == ()
+        assert is_at(job, root, report.id)
+    return report.id
+
+
+def test_a_checkpoint_that_is_deleted_while_ranks_look_at_it(
+    workers: Workers, made: Made, tmp_path: Path
+) -> None:
+    names = made(tmp_path, full=True)
+    began = time.monotonic()
+    told = workers(2).run(deleted_meanwhile, **where(tmp_path), name=names[2])
+    assert told == [names[1], names[1]]
+    assert time.monotonic() - began < 10

@@ -215,6 +215,29 @@ def test_memory_is_given_back(place: Place, workers: Workers) -> None:
     assert list(Path(place["memory"]).iterdir()) == []
 
 
+def looked_at(root: str, memory: str, spec: Any, plan: Any) -> list[int]:
+    """Restore what a live run has saved, as an evaluation does, and count its copies."""
+    counts, job = [], build(spec, plan)
+    with made(root, memory, job) as saver:
+        job.train()
+        saver.step()
+        saver.save()
+        dist.barrier()
+        counts.append(len(files_in(memory)))
+        dist.barrier()
+        with made(root, memory, build(spec, plan, seed=5)) as other:
+            assert other.restore() is not None
+        dist.barrier()
+        counts.append(len(files_in(memory)))
+        dist.barrier()
+    dist.barrier()
+    return [*counts, len(files_in(memory))]
+
+
+def test_who_only_restores_leaves_the_copies_of_the_run(place: Place, workers: Workers) -> None:
+    assert workers(2).run(looked_at, **place) == [[2, 2, 0], [2, 2, 0]]
+
+
 def go_on_alone(root: str, memory: str, spec: Any, plan: Any) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(root, ignore_errors=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +29,7 @@ from tests.examples import some_of
 from torchrec_checknrun import Consecutive, Intermittent, OneShot, RestoreReport
 from torchrec_checknrun.memory.partial import PeerCopies
 from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.tiers.peer_tier import IncomingCopy, PeerTier
 from torchrec_checknrun.tiers.peers import Peers
 
 pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
@@ -264,3 +268,46 @@ def processes_die(folder: str, memory: str) -> list[str]:
 
 def test_copies_outlive_the_processes(where: dict[str, Any], workers: Workers) -> None:
     assert workers(4).run(processes_die, **where) == [sources([3], "peer")] * 4
+
+
+@contextmanager
+def no_descriptors(owner: type, name: str, rank: int) -> Iterator[None]:
+    """Fail the first call of a method on one rank, as where too many files are open."""
+    real: Any = getattr(owner, name)
+    calls = itertools.count()
+
+    def fail(*arguments: Any) -> Any:
+        if dist.get_rank() == rank and next(calls) == 0:
+            raise OSError(errno.EMFILE, "too many open files, says the test")
+        return real(*arguments)
+
+    with mock.patch.object(owner, name, fail):
+        yield
+
+
+def one_rank_fails(folder: str, memory: str) -> list[str]:
+    """Fail what one rank alone does for copies; return where the lost ranks' rows came from."""
+    lives = Lives(folder, memory, peers=PeerCopies())
+    lives.begin()
+    lives.saver.restore()
+    began = time.monotonic()
+    for rank, name in ((1, "sizes"), (0, "receive"), (1, "keep_only"), (0, "sizes")):
+        with no_descriptors(PeerTier, name, rank):
+            lives.train(4)
+    found = []
+    for owner, name, rank in ((IncomingCopy, "keep", 1), (PeerTier, "sizes", 0)):
+        lives.train(5)
+        lives.die([1])
+        lives.begin()
+        with no_descriptors(owner, name, rank):
+            report = restored(lives)
+        found.append(f"{report.ranks[1].source}")
+        lives.train(3)
+    assert differing(from_storage(lives), lives.values()) == []
+    lives.end()
+    assert time.monotonic() - began < 60
+    return found
+
+
+def test_no_rank_waits_for_one_that_fails(where: dict[str, Any], workers: Workers) -> None:
+    assert workers(2).run(one_rank_fails, **where) == [["checkpoint", "checkpoint"]] * 2

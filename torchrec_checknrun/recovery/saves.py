@@ -27,6 +27,12 @@ class Saves(Protocol):
         """Return the checkpoint that was begun and whose outcome was not noted yet."""
 
     @property
+    def claimed(self) -> bool:
+        """Return whether the root was claimed, on all ranks alike: until then it may be another
+        run's.
+        """
+
+    @property
     def gradients_wait(self) -> bool:
         """Return whether gradients wait on this rank for an optimizer's step."""
 

@@ -126,6 +126,7 @@ class Survival:
         self._is_first = True
         self._is_begun = False
         """True once images were begun, on all ranks alike; some may have given theirs up since."""
+        self._is_swept = False
         self.reasons: tuple[str, ...] = ()
         self.half_way = False
 
@@ -224,7 +225,6 @@ class Survival:
         # All ranks are at the step: only now may the way back be forgotten.
         self._ranks.on_all_ranks(lambda: own.resume(step))
         self._is_begun = True
-        self._sweep(image)
         if self._peers is not None:
             self._peers.folder.forget_fetched()
         if self._priority is not None:
@@ -298,7 +298,6 @@ class Survival:
         if self._priority is not None:
             self._priority.restart(step)
         self._is_begun = True
-        self._sweep(image)
 
     def end_step(self, step: int) -> None:
         """End a step in the image, unless gradients wait, or begin images if there are none."""
@@ -307,9 +306,13 @@ class Survival:
             return
         if not self._is_begun:
             self.begin(step)  # a collective, which a rank without an image any more takes part in
-        elif not self._saver.gradients_wait:
+            return
+        if not self._is_swept and self._saver.claimed:  # not before: a live run may need them
+            self._is_swept = True
+            self._sweep(image)
+        if not self._saver.gradients_wait:
             image.end_step(step)
-            if self._priority is not None and not image.is_broken:
+            if self._priority is not None and self._saver.claimed and not image.is_broken:
                 previous = self._saver.lineage.previous
                 head = None if previous is None else previous.id
                 self._priority.step(step, head, image.incarnation)
@@ -333,9 +336,9 @@ class Survival:
         if self._image is not None:
             self._image.close(remove=over)
         if self._priority is not None:
-            self._priority.close(over)
+            self._priority.close(over and self._saver.claimed)
         if self._host is not None:
-            self._host.close(over)
+            self._host.close(over and self._saver.claimed)
         if self._peers is not None and over:
             self._peers.folder.remove()
 
@@ -373,10 +376,13 @@ class Survival:
     def _sweep(self, image: RankImage) -> None:
         assert self._options.survive is not None
         hours = self._options.survive.keep_hours
-        for line in sweep(image.path, self._ranks.world_size, hours):
-            logger.info("%s", line)
-        for line in CopiesFolder(image.path).sweep(hours):
-            logger.info("%s", line)
+        try:
+            for line in sweep(image.path, self._ranks.world_size, hours):
+                logger.info("%s", line)
+            for line in CopiesFolder(image.path).sweep(hours):
+                logger.info("%s", line)
+        except OSError as error:  # no reason for one rank to end alone
+            logger.warning("images that are over may stay in %s: %s", image.path.parent, error)
 
 
 def _newest(head: Manifest, found: Sequence[Found]) -> Newest:

@@ -55,6 +55,9 @@ from torchrec_checknrun.writers.claims import latest_claim
 
 logger = logging.getLogger(__name__)
 
+_LOOKS = 10
+"""Looks for a chain that no retention deletes before all ranks have seen it."""
+
 
 @dataclass
 class Restored:
@@ -191,8 +194,11 @@ class _Attempts:
             ModelPartlyRestored: all chains failed, one of them half-way.
             ChainBroken: all chains failed.
         """
-        chain, problems, self._newest = self._ranks.from_rank_0(self._find)
-        self._passed_over = problems
+        for _ in range(_LOOKS):
+            chain, self._passed_over, self._newest = self._ranks.from_rank_0(self._find)
+            head = "" if chain is None or self._passed_over else chain.head.id
+            if not head or require_shared(self._root, self._ranks, head, MANIFEST_NAME):
+                break
         if chain is None and self.changed:
             raise ModelPartlyRestored(
                 "a restore failed half-way and no other whole chain is left; the model is no "
@@ -204,8 +210,6 @@ class _Attempts:
                 f"{self._root} holds checkpoints, but none can be restored: {reasons}. "
                 "Fix the storage, or start a fresh run with another root"
             )
-        if chain is not None and not self._passed_over:
-            require_shared(self._root, self._ranks, chain.head.id, MANIFEST_NAME)
         return chain
 
     def without_copies(self, error: Exception) -> bool:

@@ -37,6 +37,11 @@ class RootClaim:
         self._writer = writer
         self._is_taken = self._was_tried = self._is_seen = False
 
+    @property
+    def is_taken(self) -> bool:
+        """Return whether this run has claimed the root, on all ranks alike."""
+        return self._is_taken
+
     def take(self) -> None:
         """Make this run the only one that writes to the root; a collective until that holds.
 
@@ -50,8 +55,7 @@ class RootClaim:
             RootClaim._taken.add(self)
         if not self._is_seen:
             name = self._writer.lease.claim.name if self._ranks.rank == 0 else ""
-            require_shared(self._root, self._ranks, FOLDER, name)
-            self._is_seen = True
+            self._is_seen = require_shared(self._root, self._ranks, FOLDER, name)
 
     def take_early(self) -> None:
         """Take the claim at a run's first step, so that two runs in one root hear of it at once.

@@ -130,6 +130,11 @@ class Saver:
         """Return the checkpoint that was begun and whose outcome was not noted yet."""
         return self._running
 
+    @property
+    def claimed(self) -> bool:
+        """Return whether the root was claimed, on all ranks alike."""
+        return self._claim.is_taken
+
     def progressed(self) -> None:
         """Note a training step; claim the root at the first one.
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from torchrec_checknrun.errors import ImagesRefused
 from torchrec_checknrun.format.manifest import Manifest
@@ -27,6 +29,8 @@ from torchrec_checknrun.tiers.outgoing import INDEXES, OutgoingCopies, logger
 from torchrec_checknrun.tiers.peer_tier import IncomingCopy, PeerTier
 from torchrec_checknrun.tiers.placement import holders, machine_of
 from torchrec_checknrun.tiers.tier import NotHeld
+
+T = TypeVar("T")
 
 
 class Own(NamedTuple):
@@ -125,13 +129,17 @@ class Peers(OutgoingCopies):
             self.folder.empty_outbox()
 
     def _send(self, manifest: Manifest) -> None:
-        offers = dict(enumerate(self._background.gather(self._offer(manifest))))
+        own = self._tried(lambda: self._offer(manifest), None)
+        offers = dict(enumerate(self._background.gather(own)))
         incoming = {
             owner: offer
             for owner, offer in offers.items()
             if offer is not None and self._holders[owner] == self._rank
         }
-        copies = {owner: self._accept(owner, offer) for owner, offer in incoming.items()}
+        copies = {
+            owner: self._tried(partial(self._accept, owner, offer), None)
+            for owner, offer in incoming.items()
+        }
         taken = self._background.gather([owner for owner, copy in copies.items() if copy])
         moves = [
             Move(owner, holder, offer.size)
@@ -181,8 +189,8 @@ class Peers(OutgoingCopies):
 
     def _drop(self, owner: int, why: str) -> None:
         """Hold nothing of a rank until its next full checkpoint."""
-        self._held(owner).keep_only([])
         self._tell(f"there is no room for those of rank {owner}: {why}")
+        self._held(owner).keep_only([])
 
     def _held(self, owner: int) -> PeerTier:
         return self.folder.held(owner, self._own[owner].shards)
@@ -197,7 +205,11 @@ class Peers(OutgoingCopies):
             The lost ranks that have theirs in ``fetched`` now, unverified.
         """
         self.folder.forget_fetched()
-        sizes = {owner: self._sizes(owner, chain) for owner in lost if self.folder.is_safe}
+        sizes = {
+            owner: self._tried(partial(self._sizes, owner, chain), list[int]())
+            for owner in lost
+            if self.folder.is_safe
+        }
         held = self._ranks.gather(sizes)
         sources = {
             owner: next((rank for rank, of_rank in enumerate(held) if of_rank.get(owner)), None)
@@ -254,21 +266,39 @@ class Peers(OutgoingCopies):
 
         exchange(self._ranks, moves, read, write)
         copy = copies.get(self._rank)
-        if copy is not None:
-            copy.keep()
-        return copy is not None
+
+        def keep() -> bool:
+            if copy is not None:
+                copy.keep()
+            return copy is not None
+
+        return self._tried(keep, False)
+
+    # ------------------------------------------------------------------
+
+    def _tried(self, act: Callable[[], T], otherwise: T) -> T:
+        """Do a part of an exchange, or tell why it failed: the other ranks wait for this one, and
+        are not to be left alone with the rest.
+        """
+        try:
+            return act()
+        except Exception as error:
+            self._tell(f"they could not be exchanged: {error!r}")
+            return otherwise
 
 
 def _write(
     copies: dict[int, IncomingCopy | None], at: int, piece: memoryview, tell: Callable[[str], None]
 ) -> None:
-    """Append bytes to one of several copies; give the copy up where that fails."""
+    """Append bytes to one of several copies; give the copy up where that fails. Must not fail."""
     copy = copies.get(at)
     if copy is None:
         return
     try:
         copy.write(piece)
     except OSError as error:
-        copy.drop()
         copies[at] = None
-        tell(str(error))
+        with suppress(OSError):
+            copy.drop()
+        with suppress(OSError):
+            tell(str(error))

@@ -75,6 +75,8 @@ class PriorityRows:
         self._wanted, self._root, self._tracked = wanted, root, tracked
         self._rank, self._file = rank, rank_file_name(rank)
         self._since: str | None = None
+        self._after: int | None = None
+        """Saves of later steps go, once the root is claimed; None: they are gone."""
         self._priorities: dict[int, Priority] = {}
         self._shards: list[TrackedShard] = []
         self._worker = Threads(1, "checknrun-priority")
@@ -92,15 +94,18 @@ class PriorityRows:
         self._since = None
         for shard in self._local():
             shard.marks.live.bitwise_and_(~int(Consumer.PRIORITY) & 255)
-        self._worker.submit(partial(self._prune, None, step))
+        self._after = step  # not yet: the root may be a live run's, and these its newest
 
     def step(self, step: int, head: str | None, run: str) -> None:
-        """Save rows at the end of a step, if some are due.
+        """Save rows at the end of a step, if some are due. Call it once the root is claimed.
 
         Args:
             head: the newest checkpoint; None: there is none, which rows could be newer than.
             run: the name of the images that were begun together.
         """
+        if self._after is not None:
+            self._worker.submit(partial(self._prune, None, self._after))
+            self._after = None
         if head != self._since:
             self._begin(head)
         if head is None or step % self._wanted.every_steps:
@@ -115,7 +120,11 @@ class PriorityRows:
             self._running = self._worker.submit(partial(self._write, name, head, chunks))
 
     def close(self, over: bool) -> None:
-        """Stop; remove this rank's saves if the run is over, unless the storage hangs."""
+        """Stop; remove this rank's saves if the run is over, unless the storage hangs.
+
+        Args:
+            over: the run is over, and had the root to itself.
+        """
         for shard in self._shards:
             shard.marks.noted = None
         if over:

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,13 @@ import pytest
 
 from tests.unit.console import Console
 from tests.unit.root.commits import commit
+from tests.unit.root.two_ranks import seen_by_rank_0
 from torchrec_checknrun.dcp import StorageReader
 from torchrec_checknrun.errors import (
     CheckNRunError,
     ClaimDamaged,
     CorruptCheckpoint,
+    RootNotShared,
     StorageFailed,
     StorageUnreachable,
 )
@@ -302,29 +303,21 @@ def test_adopt_looks_before_it_speaks(root: Folder, console: Console) -> None:
 def test_a_rank_that_cannot_look_says_why(root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(root)
     monkeypatch.setattr(shared_root, "PATIENCE_SECONDS", -1.0)
-    assert shared_root._sees(root, "nothing") is False
+    with pytest.raises(RootNotShared, match=r"rank 0 on here sees .* rank 1 on .* can't"):
+        shared_root.require_shared(root, seen_by_rank_0(), "some", "nothing")
 
     def refuse(*_: object) -> bytes:
         raise StorageFailed(errno.EACCES, "permission was refused")
 
     monkeypatch.setattr(Folder, "read", refuse)
-
-    class TwoRanks(Ranks):
-        world_size = 2
-
-        def gather(self, value: Any) -> list[Any]:
-            return [(True, "here"), value]
-
-        def from_rank_0(self, act: Callable[[], Any]) -> Any:
-            return act()
-
     with pytest.raises(StorageFailed, match=r"rank 1 on .* permission was refused"):
-        shared_root.require_shared(root, TwoRanks(timedelta(seconds=5)), "some", MANIFEST_NAME)
+        shared_root.require_shared(root, seen_by_rank_0(), "some", MANIFEST_NAME)
 
 
 def test_a_rank_looks_no_longer_than_the_others_wait(tmp_path: Path) -> None:
-    began = time.monotonic()
-    assert shared_root._sees(Folder(tmp_path, timeout_seconds=1.0) / "some", MANIFEST_NAME) is False
+    began, root = time.monotonic(), Folder(tmp_path, timeout_seconds=1.0)
+    with pytest.raises(RootNotShared):
+        shared_root.require_shared(root, seen_by_rank_0(), "some", MANIFEST_NAME)
     assert 0.4 < time.monotonic() - began < 1.0
 
 
