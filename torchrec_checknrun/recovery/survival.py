@@ -124,9 +124,9 @@ class Survival:
         self._image, self._peers, self._host = image, peers, host
         self._priority = _priority_rows(options, target, ranks)
         self._is_first = True
-        self._is_begun = False
+        self._is_begun = self._is_swept = False
         """True once images were begun, on all ranks alike; some may have given theirs up since."""
-        self._is_swept = False
+        self._recovered: int | None = None  # the step that images have brought the model to
         self.reasons: tuple[str, ...] = ()
         self.half_way = False
 
@@ -224,7 +224,7 @@ class Survival:
         self._ranks.on_all_ranks(restore.set_generators)
         # All ranks are at the step: only now may the way back be forgotten.
         self._ranks.on_all_ranks(lambda: own.resume(step))
-        self._is_begun = True
+        self._is_begun, self._recovered = True, step
         if self._peers is not None:
             self._peers.folder.forget_fetched()
         if self._priority is not None:
@@ -252,7 +252,7 @@ class Survival:
 
     def overwriting(self) -> None:
         """Stop using images, on all ranks: their memory is about to be overwritten."""
-        self._is_begun = False
+        self._is_begun, self._recovered = False, None
         if self._image is not None:
             self._image.unready()
 
@@ -333,6 +333,7 @@ class Survival:
         Args:
             over: the run is over; else other processes may go on from them.
         """
+        over = over and not self._has_steps_of_another()
         if self._image is not None:
             self._image.close(remove=over)
         if self._priority is not None:
@@ -341,6 +342,15 @@ class Survival:
             self._host.close(over and self._saver.claimed)
         if self._peers is not None and over:
             self._peers.folder.remove()
+
+    def _has_steps_of_another(self) -> bool:
+        """Return whether images hold unsaved steps of a run that this process doesn't go on with:
+        an evaluation leaves them for the restart.
+        """
+        if self._saver.claimed or self._recovered is None:
+            return False
+        previous = self._saver.lineage.previous
+        return previous is None or previous.step < self._recovered
 
     def _decide(self, found: list[Found]) -> tuple[Decision, Chain | None, list[str]]:
         gone = [image.missing is not None for image in found]
@@ -367,19 +377,15 @@ class Survival:
     def _tell(self, reasons: tuple[str, ...]) -> None:
         self.reasons = reasons
         nothing = all("there is none" in reason for reason in reasons)
-        self._saver.log(
-            "images are not used: %s",
-            "; ".join(reasons),
-            level=logging.INFO if nothing else logging.WARNING,
-        )
+        level = logging.INFO if nothing else logging.WARNING
+        self._saver.log("images are not used: %s", "; ".join(reasons), level=level)
 
     def _sweep(self, image: RankImage) -> None:
         assert self._options.survive is not None
         hours = self._options.survive.keep_hours
         try:
-            for line in sweep(image.path, self._ranks.world_size, hours):
-                logger.info("%s", line)
-            for line in CopiesFolder(image.path).sweep(hours):
+            images = sweep(image.path, self._ranks.world_size, hours)
+            for line in (*images, *CopiesFolder(image.path).sweep(hours)):
                 logger.info("%s", line)
         except OSError as error:  # no reason for one rank to end alone
             logger.warning("images that are over may stay in %s: %s", image.path.parent, error)
