@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from torchrec_checknrun.model.hand_written import Overwritten
 from torchrec_checknrun.root.report import CheckpointReport
-from torchrec_checknrun.snapshot.late_copies import Overwritten
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -34,8 +34,8 @@ class Outcomes:
         self._logged: BaseException | None = None
         """The last failure, if it was only logged, and nothing was committed since."""
         self._overwritten: Overwritten | None = None
-        """The last checkpoint's failure, if training need not end for it: the next one copies all
-        states before training goes on.
+        """The last checkpoint's failure, if training need not end for it: the next one copies what
+        was written by hand before training goes on.
         """
 
     @property

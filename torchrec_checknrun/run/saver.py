@@ -20,6 +20,7 @@ from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.image import RankImage
+from torchrec_checknrun.model.hand_written import RowsOverwritten
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Restored, Target
@@ -306,6 +307,8 @@ class Saver:
             if save.cut is not None:
                 self._target.tracked.merge(save.cut)
             self._links.failed(save.links)
+            if isinstance(error, RowsOverwritten):  # on all ranks, lest each of them fail once
+                self._target.tracked.expect_writes()
             self.outcomes.failed(error, self._must_tell)
             self._forget_running()  # last: after an interruption above, this runs again
             return
