@@ -77,9 +77,9 @@ class LeftOut:
             self._owners = [*_users_modules(model, states), *_users_objects(states)]
             self._first = self._marks()
             self._copies = {
-                key: bytes(raw_bytes(_value(self._owners[key[0]][1], key[1])))
+                key: _sample(_value(self._owners[key[0]][1], key[1]))
                 for key, mark in self._first.items()
-                if mark[0] is torch.Tensor and mark[3].numel() <= MOST_VALUES
+                if mark[0] is torch.Tensor
             }
 
     def begin(self) -> None:
@@ -198,14 +198,14 @@ class LeftOut:
         if mark[0] is not torch.Tensor:
             return mark[1:] != first[1:]
         module, name = self._owners[key[0]][1], key[1]
-        # Another attribute in its place may be a mere cache; one of another size is no count.
+        # Another scalar in its place may be a mere cache; one of another size is no count.
         written = mark[1] is first[1] and mark[2] != first[2]
-        replaced = mark[1] is not first[1] and name in module._buffers
+        replaced = mark[1] is not first[1] and (len(mark[3]) > 0 or name in module._buffers)
         return (
             (written or replaced)
             and mark[3] == first[3]
-            and key in self._copies  # DistributedDataParallel writes the same values again
-            and self._copies[key] != bytes(raw_bytes(_value(module, name)))
+            # DistributedDataParallel writes the same values again
+            and self._copies[key] != _sample(_value(module, name))
         )
 
 
@@ -351,6 +351,12 @@ def _is_read(tensor: torch.Tensor) -> bool:
 def _mark_of(tensor: torch.Tensor) -> Mark:
     # A reference, not an id: another tensor may take the place in memory of one that is gone.
     return torch.Tensor, weakref.ref(tensor), tensor._version, tensor.shape
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's values; of a large one, of some from all over it."""
+    apart = tensor.numel() // MOST_VALUES | 1  # odd: of different columns
+    return bytes(raw_bytes(tensor.detach().reshape(-1)[::apart].contiguous()))
 
 
 def _own_values(item: object) -> Iterable[tuple[str, Any]]:
