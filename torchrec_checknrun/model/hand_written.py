@@ -63,6 +63,9 @@ class Journal(Protocol):
     def missed(self, why: str) -> None:
         """Hear that rows were or will be changed that could not be kept."""
 
+    def written(self) -> None:
+        """Hear that the program has written rows, unannounced, since the last look."""
+
 
 class Overwritten(SaveFailed):
     """Memory was written while it was being saved, by other means than an optimizer's step."""
@@ -148,7 +151,7 @@ class WriteWatch:
             return
         self.spoil()  # first: the background must not find this write seen and untold
         if self.journal is not None:
-            self.journal.missed("they were written outside of training")
+            self.journal.written()
         self._turn += 1
         self._seen = now
         self._by_hand = self._by_hand or self.warns

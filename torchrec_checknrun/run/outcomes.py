@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from torchrec_checknrun.model.hand_written import Overwritten
+from torchrec_checknrun.model.hand_written import Overwritten, RowsOverwritten
 from torchrec_checknrun.root.report import CheckpointReport
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -42,6 +42,13 @@ class Outcomes:
     def has_failure(self) -> bool:
         """Return whether a failure waits to be raised."""
         return self._error is not None
+
+    @property
+    def to_be_made_again(self) -> bool:
+        """Return whether the last checkpoint failed since the program wrote its rows by hand: not
+        other weights, in whose place an evaluation's may be.
+        """
+        return isinstance(self._overwritten, RowsOverwritten)
 
     def failed(self, error: BaseException, tell: bool) -> None:
         """Keep a failure for the caller, or only log it where that is allowed.

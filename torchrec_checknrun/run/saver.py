@@ -197,6 +197,11 @@ class Saver:
         """Return whether gradients wait on this rank for an optimizer's step."""
         return self._gradients.waiting or self._target.tracked.waiting
 
+    @property
+    def has_left_one(self) -> bool:
+        """Return whether a checkpoint is left to the next step, after which there may be none."""
+        return (self.deferred and self.behind) or self.outcomes.to_be_made_again
+
     def unchanged(self) -> CheckpointReport:
         """Return the last checkpoint's report, after ``begin`` found that it holds everything."""
         assert self._last is not None

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -279,6 +279,34 @@ def test_a_write_by_hand_before_rows_are_surveyed(
     saver.close()
 
 
+def written_while_copied(saver: Any, held: Held, train_and_clip: Callable[[], None]) -> None:
+    """Begin a checkpoint, write its rows by hand before they are copied, and wait for its end."""
+    held.hold()
+    train_and_clip()
+    assert saver.step() is None
+    held.wait()
+    train_and_clip()
+    held.let_go()
+    await_save(saver._saver.running)
+
+
+def test_the_last_checkpoint_is_made_again(tmp_path: Path) -> None:
+    """Save at the end what the last checkpoint was to hold before the program wrote it by hand."""
+    job = build()
+    saver = checkpointer(tmp_path, job, every_steps=1)
+    weight = next(iter(job.model.state_dict().values())).local_shards()[0].tensor
+
+    def train_and_clip() -> None:
+        job.train()
+        weight[:5].clamp_(-1, 1)
+
+    with held_copiers() as held:
+        written_while_copied(saver, held, train_and_clip)
+    wanted = gather(job)
+    saver.close()
+    assert differences(tmp_path, wanted) == []
+
+
 def test_tables_written_by_hand_in_each_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -298,15 +326,7 @@ def test_tables_written_by_hand_in_each_step(
             weight[:5].clamp_(-1, 1)
 
     with held_copiers() as held:
-        held.hold()
-        train_and_clip()
-        assert saver.step() is None
-        held.wait()
-        train_and_clip()
-        held.let_go()
-        running = saver._saver.running
-        assert running is not None
-        await_save(running)
+        written_while_copied(saver, held, train_and_clip)
         saver.step()  # raises nothing
         saver.wait()
     assert "were written outside of training" in caplog.text
