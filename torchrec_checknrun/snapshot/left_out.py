@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchrec_checknrun.dense.tree import Node, all_nodes, attributes, inner_optimizers
 from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
-from torchrec_checknrun.snapshot.unheld import Beside, Schedules
+from torchrec_checknrun.snapshot.unheld import Beside, Draws, Schedules
 from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.own_loading import plain_path
 from torchrec_checknrun.values.shown import MOST_VALUES, Shown, all_leaves, content, may_show, shows
@@ -72,7 +72,7 @@ class LeftOut:
         self._states, self._trained = states, _trained(model)
         self._told: set[str] = set()
         self._schedules: Schedules | None = None
-        self._beside = Beside(model, states)
+        self._beside, self._draws = Beside(model, states), Draws()
         with self._harmless():
             self._schedules = Schedules(states)
             self._owners = [*_users_modules(model, states), *_users_objects(states)]
@@ -95,6 +95,7 @@ class LeftOut:
                 self._schedules.tell()
             warn_of_read_ahead(self._states)
             self._beside.find()
+            self._draws.begin()
 
     def look(self, saved: Mapping[str, object]) -> None:
         """Warn, once for each, of values that have moved since the start; call it at each save.
@@ -114,6 +115,7 @@ class LeftOut:
             self._look_at_parameters()
             self._look_beside(saved)
             self._beside.look(saved)
+            self._draws.look(saved)
             if self._schedules is not None:
                 self._schedules.look()
 

@@ -1,5 +1,5 @@
-"""Notice learning rate schedulers, gradient scalers and averaged models that no state object is or
-holds: they begin anew at a restore.
+"""Notice learning rate schedulers, gradient scalers, averaged models and random number generators
+that no state object is or holds: they begin anew at a restore.
 
 To look for all that follows an optimizer takes as long as a garbage collection. So it is done when
 a Checkpointer is made and at its first step or save, and later only where rates have moved that no
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -24,9 +26,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from torchrec_checknrun.dense.optimizers import held_objects, unsaved_schedules
 from torchrec_checknrun.dense.tree import all_nodes
+from torchrec_checknrun.ranks import listed
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
+_MOST_ITEMS = 1000
 _SHOWN_BY: dict[type, tuple[str, str]] = {
     GradScaler: ("a gradient scaler", "growth_factor"),
     AveragedModel: ("an average", "n_averaged"),
@@ -137,6 +141,61 @@ class Beside:
         modules = [self._model, *held_objects(states, nn.Module)]
         for module in modules:
             yield from (each for each in module.modules() if isinstance(each, AveragedModel))
+
+
+class Draws:
+    """The global random number generators, as of the end of the first step."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, object] = {}
+
+    def begin(self) -> None:
+        """Note the generators' states, once training has begun."""
+        self._first = _generators()
+
+    def look(self, saved: Mapping[str, object]) -> None:
+        """Warn, once for each, of generators that have moved and that no state shows.
+
+        Args:
+            saved: the states that are saved, by name.
+        """
+        present = _generators()
+        moved = [name for name, state in self._first.items() if present[name] != state]
+        for name in moved:
+            del self._first[name]
+        lengths = set(_lengths([*saved.values()])) if moved else set()
+        if lost := [name for name in moved if _LENGTHS[name] not in lengths]:
+            logger.warning(
+                "the program draws from global random number generators (%s) that no state object "
+                "holds: a run that is restored from a checkpoint draws other numbers, unless it "
+                'seeds them by the step. Where that matters, give them: state={"rng": RngState()}',
+                listed(lost),
+            )
+
+
+_LENGTHS = {"PyTorch's": len(torch.get_rng_state()), "NumPy's": 624, "Python's": 625}
+"""The length of the tensor, array or tuple by which a generator's state is known."""
+
+
+def _generators() -> dict[str, object]:
+    numpy = np.random.get_state(legacy=False)["state"]
+    return {
+        "PyTorch's": torch.get_rng_state().numpy().tobytes(),
+        "NumPy's": (numpy["key"].tobytes(), numpy["pos"]),
+        "Python's": random.getstate(),
+    }
+
+
+def _lengths(value: object) -> Iterator[int]:
+    """Yield the lengths of tensors, arrays and lists in a state; large lists are data."""
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 1:
+        yield len(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        yield len(value)
+        for item in value if len(value) <= _MOST_ITEMS else ():
+            yield from _lengths(item)
 
 
 def _kinds(base: type) -> Iterator[type]:

@@ -1,13 +1,15 @@
-"""Gradient scalers and averages that nobody saves are told of, once."""
+"""Gradient scalers, averages and generators that nobody saves are told of, once."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.swa_utils import AveragedModel
 
 from tests.crash.save_sweep import alone
-from torchrec_checknrun import Checkpointer
+from torchrec_checknrun import Checkpointer, RngState
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +117,41 @@ def test_what_is_not_used_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureF
     training, unused = Training(enabled=False), (GradScaler("cpu"), AveragedModel(nn.Linear(1, 1)))
     assert told(tmp_path, caplog, training, average=training.average) == []
     assert len(unused) == 2
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "PyTorch's": lambda: torch.rand(1),
+    "NumPy's": lambda: np.random.rand(),  # the global one
+    "Python's": random.random,
+}
+
+
+class Own:
+    """A state object of a team's own that saves the global generators."""
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [torch.get_rng_state(), {"numpy": np.random.get_state()}]
+        return {"generators": [*states, random.getstate()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError  # nothing is restored here
+
+
+@pytest.mark.parametrize("saved", [None, RngState(), Own()], ids=["lost", "saved", "by its own"])
+@pytest.mark.parametrize("name", [*DRAWS, None])
+def test_generators_that_training_draws_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str | None, saved: Any
+) -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2)})
+    state = {} if saved is None else {"rng": saved}
+    with (
+        caplog.at_level(logging.WARNING),
+        Checkpointer(tmp_path / "root", model=model, state=state) as saver,
+    ):
+        for _ in range(4):
+            if name is not None:
+                DRAWS[name]()
+            saver.step()
+            saver.save()
+    lines = [line for line in caplog.messages if "draws other numbers" in line]
+    assert [f"({name})" in line for line in lines] == [True] * (name is not None and saved is None)
