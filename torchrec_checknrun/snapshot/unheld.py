@@ -13,8 +13,9 @@ import gc
 import logging
 import random
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -147,7 +148,7 @@ class Draws:
     """The global random number generators, as of the end of the first step."""
 
     def __init__(self) -> None:
-        self._first: dict[str, object] = {}
+        self._first: dict[str, _Generator] = {}
 
     def begin(self) -> None:
         """Note the generators' states, once training has begun."""
@@ -160,11 +161,11 @@ class Draws:
             saved: the states that are saved, by name.
         """
         present = _generators()
-        moved = [name for name, state in self._first.items() if present[name] != state]
+        moved = [name for name, first in self._first.items() if not present[name].is_at(first)]
         for name in moved:
             del self._first[name]
-        lengths = set(_lengths([*saved.values()])) if moved else set()
-        if lost := [name for name in moved if _LENGTHS[name] not in lengths]:
+        shown = list(_vectors(saved, {len(present[name].words) for name in moved}))
+        if lost := [name for name in moved if not present[name].is_among(shown)]:
             logger.warning(
                 "the program draws from global random number generators (%s) that no state object "
                 "holds: a run that is restored from a checkpoint draws other numbers, unless it "
@@ -173,29 +174,40 @@ class Draws:
             )
 
 
-_LENGTHS = {"PyTorch's": len(torch.get_rng_state()), "NumPy's": 624, "Python's": 625}
-"""The length of the tensor, array or tuple by which a generator's state is known."""
+class _Generator(NamedTuple):
+    """The state of a generator: its words, and its place in them where that is apart."""
+
+    words: np.ndarray
+    place: int = 0
+
+    def is_at(self, other: _Generator) -> bool:
+        return self.place == other.place and np.array_equal(self.words, other.words)
+
+    def is_among(self, vectors: Iterable[np.ndarray]) -> bool:
+        return any(np.array_equal(self.words, each) for each in vectors)
 
 
-def _generators() -> dict[str, object]:
+def _generators() -> dict[str, _Generator]:
     numpy = np.random.get_state(legacy=False)["state"]
     return {
-        "PyTorch's": torch.get_rng_state().numpy().tobytes(),
-        "NumPy's": (numpy["key"].tobytes(), numpy["pos"]),
-        "Python's": random.getstate(),
+        "PyTorch's": _Generator(torch.get_rng_state().numpy()),
+        "NumPy's": _Generator(numpy["key"], numpy["pos"]),
+        "Python's": _Generator(np.array(random.getstate()[1], dtype=np.int64)),
     }
 
 
-def _lengths(value: object) -> Iterator[int]:
-    """Yield the lengths of tensors, arrays and lists in a state; large lists are data."""
-    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 1:
-        yield len(value)
+def _vectors(value: object, lengths: Collection[int]) -> Iterator[np.ndarray]:
+    """Yield what a state has as vectors of some lengths; larger lists are data."""
     if isinstance(value, Mapping):
         value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        yield len(value)
-        for item in value if len(value) <= _MOST_ITEMS else ():
-            yield from _lengths(item)
+    if isinstance(value, (torch.Tensor, np.ndarray, list, tuple)):
+        of_one_dimension = isinstance(value, (list, tuple)) or value.ndim == 1
+        if of_one_dimension and len(value) in lengths:
+            with suppress(TypeError, ValueError, RuntimeError):  # of anything
+                yield np.asarray(value)
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS:
+        for item in value:
+            yield from _vectors(item, lengths)
 
 
 def _kinds(base: type) -> Iterator[type]:

@@ -137,13 +137,25 @@ class Own:
         raise NotImplementedError  # nothing is restored here
 
 
-@pytest.mark.parametrize("saved", [None, RngState(), Own()], ids=["lost", "saved", "by its own"])
+class Others:
+    """A state object that saves generators of the program's own, none of the global ones."""
+
+    def state_dict(self) -> dict[str, Any]:
+        own = np.random.RandomState(1).get_state()
+        return {"all": [torch.Generator().get_state(), own, random.Random(1).getstate()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError  # nothing is restored here
+
+
+@pytest.mark.parametrize("saved", [None, Others(), RngState(), Own()])
 @pytest.mark.parametrize("name", [*DRAWS, None])
 def test_generators_that_training_draws_from(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str | None, saved: Any
 ) -> None:
     model = nn.ModuleDict({"layer": nn.Linear(2, 2)})
     state = {} if saved is None else {"rng": saved}
+    lost = saved is None or isinstance(saved, Others)
     with (
         caplog.at_level(logging.WARNING),
         Checkpointer(tmp_path / "root", model=model, state=state) as saver,
@@ -154,4 +166,4 @@ def test_generators_that_training_draws_from(
             saver.step()
             saver.save()
     lines = [line for line in caplog.messages if "draws other numbers" in line]
-    assert [f"({name})" in line for line in lines] == [True] * (name is not None and saved is None)
+    assert [f"({name})" in line for line in lines] == [True] * (name is not None and lost)
