@@ -29,7 +29,7 @@ from torchrec_checknrun.root.lineage import Lineage, Proposal
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run.facts import Begun, Facts, require_one_step
+from torchrec_checknrun.run.facts import Begun, Facts, PutOff, require_one_step
 from torchrec_checknrun.run.going_on import GoingOn
 from torchrec_checknrun.run.outcomes import Outcomes
 from torchrec_checknrun.run.proposer import Proposer
@@ -114,7 +114,7 @@ class Saver:
         )
         self._running: Save | None = None
         self._finish_at_exit: Callable[[], None] = lambda: None
-        self._skipped = False
+        self._skipped, self._put_off = False, PutOff()
         self._waited = 0.0
         """Seconds waited for the checkpoint before the one that may be begun now."""
         self._must_tell = False
@@ -273,12 +273,10 @@ class Saver:
         """Return why no checkpoint can be begun, by the facts of all ranks; None if one can."""
         self.deferred = any(fact.waiting for fact in facts)
         if self.deferred:
-            message = (
-                "gradients wait for their optimizer: the checkpoint of step %d is put off until "
-                "its step() applies them, or zero_grad() drops them"
-            )
-            self.log(message, step, level=logging.WARNING)
+            if (message := self._put_off.again(step, self._gradients.named)) is not None:
+                self.log("%s", message, level=logging.WARNING)
             return Begun.DEFERRED
+        self._put_off.end()
         if any(fact.failed for fact in facts):
             return Begun.FAILED  # ``outcome`` raises it on the ranks where it failed
         if hanging := [rank for rank, fact in enumerate(facts) if fact.hangs]:
