@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_SIZE = 1 << 20
 _NONE = -1
+_CALM = 100
+"""Steps without a write by hand after which none is expected any more."""
+_BITS = {True: 1, False: 2}
+"""Bits of ``Word.BY_HAND``, by whether a write comes after a step's first update."""
 _FAILURES = (
     RuntimeError,
     ValueError,
@@ -79,7 +83,9 @@ class StepJournal:
         """The last step in which the program wrote rows by hand, by whether that was noticed after
         the step's first update.
         """
-        self._guarded: set[bool] = set()
+        bits = self._words[Word.BY_HAND]
+        self._guarded = {moment for moment, bit in _BITS.items() if bits & bit}
+        """The moments at which the program, perhaps in a process before, writes in each step."""
 
     @staticmethod
     def clear(areas: Areas) -> None:
@@ -137,6 +143,7 @@ class StepJournal:
         self._written[moment] = self._ends
         if last == self._ends - 1 and moment not in self._guarded:
             self._guarded.add(moment)
+            self._keep_guarded()
             logger.warning(
                 "the program writes rows of tables by hand in each step, and a process that is "
                 "killed before that is noticed would leave them written: from now on a process "
@@ -144,6 +151,9 @@ class StepJournal:
                 "`with checkpointer.writing(table, rows):` or with write_rows, and none does",
                 "between a step's first update of tables and its end" if moment else "at any time",
             )
+
+    def _keep_guarded(self) -> None:
+        self._words.publish(Word.BY_HAND, sum(_BITS[moment] for moment in self._guarded))
 
     def _raise_floor(self) -> None:
         try:
@@ -174,12 +184,19 @@ class StepJournal:
                 "is not the same bit for bit"
             )
 
+    def begin_step(self) -> None:
+        """Put a step's beginning out of reach where the program writes rows there."""
+        if False in self._guarded:
+            self._raise_floor()
+
     def end_step(self) -> None:
         """Close the present journal, once the step's end is published."""
         self._open = None
         self._ends += 1
-        if False in self._guarded:
-            self._raise_floor()
+        if calm := {m for m in self._guarded if self._ends - self._written.get(m, 0) > _CALM}:
+            self._guarded -= calm
+            self._keep_guarded()
+        self.begin_step()
         self._ahead.update(each for each in self._pending if each.changes < self._changes)
 
     def verify(self) -> None:

@@ -26,7 +26,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.memory import shard_memory
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.shard_memory import ShardMemory
-from torchrec_checknrun.memory.step_journal import StepJournal
+from torchrec_checknrun.memory.step_journal import _CALM, StepJournal
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
@@ -105,6 +105,19 @@ def test_a_program_that_writes_rows_by_hand_in_each_step(
     assert report is not None
     assert (report.source, report.step) == ("checkpoint", 4)
     assert differences(job, wanted) == []
+    if after:  # known from the process before
+        job.train()
+    write()
+    lives.die()
+    job, saver = lives.begin()
+    report = saver.restore()
+    assert report is not None
+    assert (report.source, report.step) == ("checkpoint", 4)
+    for _ in range(_CALM + 1):
+        step(written=False)
+    job.train()
+    lives.die()
+    assert by_images(lives.begin()[1].restore())
 
 
 def test_half_way_without_a_checkpoint_is_no_fresh_start(
