@@ -45,6 +45,9 @@ class PendingGradients:
             watched, with all optimizers inside, and those that other objects hold.
         model: a parameter that is no longer one of the model's holds no checkpoint up: its
             optimizer's step would not change the model. Without any there are none.
+
+    Attributes:
+        named: the parameters whose gradients waited at the last look.
     """
 
     def __init__(self, states: Iterable[object], model: nn.Module | None = None) -> None:
@@ -68,6 +71,7 @@ class PendingGradients:
         """
         self._told: set[object] = set()
         self._waiting: set[int] = set()
+        self.named: list[str] = []
         self._frozen: list[torch.Tensor] = []
         """Parameters that can't have a gradient at present, and aren't watched."""
         self._sizes: list[tuple[weakref.ref[Optimizer], int]] = []
@@ -96,6 +100,7 @@ class PendingGradients:
         """
         stepped = self._watch()
         self._waiting &= stepped
+        self.named = []
         self._warn_of_others()
         sharded = stepped & self._sharded
         if sharded and any(id(p) in sharded for p in _unreduced(self._model.modules())):
@@ -112,7 +117,9 @@ class PendingGradients:
                 name,
             )
         self._told.update(gone)
-        return len(gone) < len(found)
+        left = {self._names.get(k, "a parameter beside the model") for k in found if k not in gone}
+        self.named = sorted(left)
+        return bool(self.named)
 
     def close(self) -> None:
         """Remove the hooks."""

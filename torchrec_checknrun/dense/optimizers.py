@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torchrec_checknrun.dense.tree import (
     names_table,
 )
 
+T = TypeVar("T")
 _DEEPEST = 5
 """Levels of objects, attributes and containers that are searched for schedulers."""
 _MOST_ITEMS = 1000
@@ -39,8 +40,8 @@ _COUNTER = "last_epoch"
 """An attribute of each of torch's schedulers. Other dicts that refer to an optimizer are passed
 over: a look at what refers to them takes as long as a garbage collection.
 """
-_WITHOUT_SCHEDULES = (nn.Module, torch.Tensor, ModuleType, type)
-"""Types of values that are not searched for schedulers."""
+_NOT_SEARCHED = (nn.Module, torch.Tensor, ModuleType, type)
+"""Types of values that are not searched for schedulers and the like."""
 
 
 def is_known(state: object) -> TypeGuard[Optimizer]:
@@ -221,7 +222,7 @@ def unsaved_schedules(states: Iterable[object]) -> set[tuple[str, str]]:
         for node in (all_nodes(state) if isinstance(state, Optimizer) else ())
     ]
     followed = {id(optimizer): type(optimizer).__name__ for optimizer in optimizers}
-    held = list(held_schedules(objects))
+    held = list(held_objects(objects, LRScheduler))
     kept = set(map(id, held))
     known = {id(vars(schedule)) for schedule in held}
 
@@ -252,19 +253,22 @@ def unsaved_schedules(states: Iterable[object]) -> set[tuple[str, str]]:
     }
 
 
-def held_schedules(objects: Iterable[object]) -> Iterator[LRScheduler]:
-    """Yield the schedulers that objects are or hold, in attributes and containers of these."""
+def held_objects(objects: Iterable[object], *kinds: type[T]) -> Iterator[T]:
+    """Yield what is of some kinds that objects are or hold, in attributes and containers of these.
+
+    Modules are not looked into.
+    """
     seen: set[int] = set()
     found = [value for each in objects for value in (each, *attributes(each).values())]
     for _ in range(_DEEPEST):
         new = {id(value): value for value in found if id(value) not in seen}
         seen |= new.keys()
-        yield from (value for value in new.values() if isinstance(value, LRScheduler))
+        yield from (value for value in new.values() if isinstance(value, kinds))
         found = [item for value in new.values() for item in _parts_of(value)]
 
 
 def _parts_of(value: object) -> Iterable[object]:
-    if isinstance(value, _WITHOUT_SCHEDULES):
+    if isinstance(value, _NOT_SEARCHED):
         return ()
     items = _items(value)
     return (*attributes(value).values(), *(items if len(items) <= _MOST_ITEMS else ()))

@@ -249,14 +249,14 @@ class RankImage:
         self._descent.start(lineage, head, lossy, full, losses)
         self._states.write(step, pieces)
         areas.words.publish(Word.GOAL, 0)
-        # A fresh start is not gone back to: the program must do again what it does after one, such
-        # as to load pretrained layers.
+        # A fresh start is not gone back to: the program loads pretrained layers, say, after it.
         fresh = head is None and step == 0
         areas.words.publish(Word.FLOOR, step + fresh)
         areas.words.publish(Word.DONE, step)
         areas.words.publish(Word.TIME, int(time.time()))
         areas.publish(incarnation)
         self._journal = self._make_journal(areas)
+        self._journal.begin_step()
         self._watch()
         areas.words.publish(Word.READY, 1)
 

@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 FIRST_SIZE = 1 << 20
 _NONE = -1
+_CALM = 100
+"""Steps without a write by hand after which none is expected any more."""
+_BITS = {True: 1, False: 2}
+"""Bits of ``Word.BY_HAND``, by whether a write comes after a step's first update."""
 _FAILURES = (
     RuntimeError,
     ValueError,
@@ -74,7 +78,14 @@ class StepJournal:
         """
         self._ahead: weakref.WeakSet[Lookup] = weakref.WeakSet()
         """Lookups before the end of a step that would be others after it."""
-        self._changes = 0
+        self._changes = self._ends = 0
+        self._written: dict[bool, int] = {}
+        """The last step in which the program wrote rows by hand, by whether that was noticed after
+        the step's first update.
+        """
+        bits = self._words[Word.BY_HAND]
+        self._guarded = {moment for moment, bit in _BITS.items() if bits & bit}
+        """The moments at which the program, perhaps in a process before, writes in each step."""
 
     @staticmethod
     def clear(areas: Areas) -> None:
@@ -112,10 +123,7 @@ class StepJournal:
     def missed(self, why: str) -> None:
         """Note that rows change unjournaled: the steps done so far can't be gone back to."""
         self._changes += 1
-        try:
-            self._words.publish(Word.FLOOR, self._words[Word.DONE] + 1)
-        except NoImage:  # nobody knows the step: the image is given up at the step's end
-            self._words.publish(Word.READY, 0)
+        self._raise_floor()
         if not self._told:
             self._told = True
             logger.warning(
@@ -123,6 +131,35 @@ class StepJournal:
                 "so, a killed process means a restore from the newest checkpoint",
                 why,
             )
+
+    def written(self) -> None:
+        """Note that the program has written rows by hand since the last look.
+
+        Where it does so in each step, these are out of reach from the moment on at which it may: a
+        write is noticed only later, and a process that was killed before would leave it there.
+        """
+        self.missed("they were written outside of training")
+        moment, last = self.is_open, self._written.get(self.is_open)
+        self._written[moment] = self._ends
+        if last == self._ends - 1 and moment not in self._guarded:
+            self._guarded.add(moment)
+            self._keep_guarded()
+            logger.warning(
+                "the program writes rows of tables by hand in each step, and a process that is "
+                "killed before that is noticed would leave them written: from now on a process "
+                "that is killed %s means a restore from the newest checkpoint. Write inside "
+                "`with checkpointer.writing(table, rows):` or with write_rows, and none does",
+                "between a step's first update of tables and its end" if moment else "at any time",
+            )
+
+    def _keep_guarded(self) -> None:
+        self._words.publish(Word.BY_HAND, sum(_BITS[moment] for moment in self._guarded))
+
+    def _raise_floor(self) -> None:
+        try:
+            self._words.publish(Word.FLOOR, self._words[Word.DONE] + 1)
+        except NoImage:  # nobody knows the step: the image is given up at the step's end
+            self._words.publish(Word.READY, 0)
 
     @property
     def is_open(self) -> bool:
@@ -147,9 +184,19 @@ class StepJournal:
                 "is not the same bit for bit"
             )
 
+    def begin_step(self) -> None:
+        """Put a step's beginning out of reach where the program writes rows there."""
+        if False in self._guarded:
+            self._raise_floor()
+
     def end_step(self) -> None:
         """Close the present journal, once the step's end is published."""
         self._open = None
+        self._ends += 1
+        if calm := {m for m in self._guarded if self._ends - self._written.get(m, 0) > _CALM}:
+            self._guarded -= calm
+            self._keep_guarded()
+        self.begin_step()
         self._ahead.update(each for each in self._pending if each.changes < self._changes)
 
     def verify(self) -> None:
@@ -197,6 +244,8 @@ class StepJournal:
         words = self._words.tensor
         place: int = self._native.begin(words, Word.JOURNAL_FROM, Word.JOURNAL_USED, Word.DONE)
         self._open = place
+        if True in self._guarded:
+            self._raise_floor()
         return place
 
 
@@ -250,6 +299,10 @@ class KernelJournal:
     def missed(self, why: str) -> None:
         """See ``StepJournal.missed``."""
         self._journal.missed(why)
+
+    def written(self) -> None:
+        """See ``StepJournal.written``."""
+        self._journal.written()
 
 
 def _name(place: int) -> str:

@@ -63,6 +63,17 @@ class Journal(Protocol):
     def missed(self, why: str) -> None:
         """Hear that rows were or will be changed that could not be kept."""
 
+    def written(self) -> None:
+        """Hear that the program has written rows, unannounced, since the last look."""
+
+
+class Overwritten(SaveFailed):
+    """Memory was written while it was being saved, by other means than an optimizer's step."""
+
+
+class RowsOverwritten(Overwritten):
+    """Rows of tables were written by hand while they were being saved."""
+
 
 class _Seen(NamedTuple):
     """A tensor of a kernel's memory, as last seen."""
@@ -118,7 +129,7 @@ class WriteWatch:
         device = next((each.device for each in marks if each.device.type != "cpu"), None)
         self.streams = None if device is None else KernelStreams(device, kernel)
         self.late: Callable[[], object] | None = None
-        self._warned = False
+        self._warned = self._by_hand = False
         self.warns = False
         self._alive.add(self)
 
@@ -140,9 +151,10 @@ class WriteWatch:
             return
         self.spoil()  # first: the background must not find this write seen and untold
         if self.journal is not None:
-            self.journal.missed("they were written outside of training")
+            self.journal.written()
         self._turn += 1
         self._seen = now
+        self._by_hand = self._by_hand or self.warns
         known = all(marks.all_marked() for marks in self.marks)
         for marks in self.marks:
             marks.mark_all()
@@ -190,12 +202,17 @@ class WriteWatch:
         self.spoils = True
         copies.copies.fail(self.written_outside())
 
-    def written_outside(self) -> SaveFailed:
+    def expect_writes(self) -> None:
+        """Copy rows at the cut from now on, if the program has written some by hand."""
+        self.check()
+        self.spoils = self.spoils or self._by_hand
+
+    def written_outside(self) -> RowsOverwritten:
         """Return the error of a checkpoint whose rows were written, unannounced, before they were
         copied.
         """
         tables = listed(sorted({shard.table for shard in self.kernel.shards}))
-        return SaveFailed(
+        return RowsOverwritten(
             f"weights or optimizer rows of {tables} were written outside of training "
             "(load_state_dict, copy_, an assignment …) while they were being saved, so that the "
             "checkpoint would not be of one instant: it is not committed, its rows are kept for "

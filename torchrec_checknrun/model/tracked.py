@@ -254,6 +254,11 @@ class TrackedModel(TrackedTables):
         for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
             watch.check()
 
+    def expect_writes(self) -> None:
+        """Copy the rows of all tables that were written by hand so far at the cut from now on."""
+        for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
+            watch.expect_writes()
+
     def acknowledge_writes(self) -> None:
         """Accept the tables' present content, for all trackers of the kernels.
 

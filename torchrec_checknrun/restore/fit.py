@@ -243,7 +243,7 @@ def _named(name: str, tables: Collection[str]) -> list[str]:
 def _check_size(name: str, saved: TableShape, wanted: TableShape, fit: Fit) -> bool:
     if saved.dim != wanted.dim or (saved.rows > wanted.rows and not fit.shrink):
         remedy = (
-            "build the model with the saved dimension"
+            f"build the model with the saved dimension, or {_ANEW[fit.only is None]}"
             if saved.dim != wanted.dim
             else "build it with the saved number of rows, or drop the last ones with shrink=True"
         )
@@ -251,6 +251,13 @@ def _check_size(name: str, saved: TableShape, wanted: TableShape, fit: Fit) -> b
             f"table {name!r} was saved as {_size(saved)}, the model has {_size(wanted)}: {remedy}"
         )
     return saved.rows != wanted.rows
+
+
+_ANEW = {
+    True: "give the table another name and let it begin anew with strict=False",
+    False: "leave the table out of the tables to load",
+}
+"""Remedies for a table of another dimension: in a restore of all, and of some tables."""
 
 
 def _size(shape: TableShape) -> str:

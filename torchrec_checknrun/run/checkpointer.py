@@ -333,7 +333,7 @@ class Checkpointer(WrittenByHand):
     def close(self) -> None:
         """Save if ``AtEnd`` asks, wait, remove the hooks, free the staging memory; at most once.
 
-        A checkpoint that was put off for a publication at the last step is saved, too.
+        So it does where one was put off for a publication, or failed for rows written by hand.
 
         Raises:
             SaveFailed and others of ``step``: the last checkpoint was not committed.
@@ -343,8 +343,8 @@ class Checkpointer(WrittenByHand):
             return
         try:
             self._settle(wait=True)
-            put_off = self._saver.deferred and self._saver.behind  # and no step comes after it
-            wanted = (self._schedule.at_end or put_off) and self._restoring.partly_restored is None
+            wanted = self._schedule.at_end or self._saver.has_left_one
+            wanted = wanted and self._restoring.partly_restored is None
             if wanted and self._saver.proposer.has_unsaved_steps(self.steps):
                 self._forget_failure()  # its rows are part of the checkpoint begun here
                 self._survival.before_save()

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torchrec_checknrun.errors import CheckNRunError, SaveDeferred, SaveFailed
+from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.run.compaction import Copied
+
+_MANY = 8
+"""Times in a row that a checkpoint is put off until a warning asks for a change."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,39 @@ class Begun(Enum):
     BUSY = "another checkpoint is still being written"
     FAILED = "the previous checkpoint failed, or the storage did: see ``Outcomes.raise_failure``"
     UNCHANGED = "the last checkpoint, of the same step, holds everything"
+
+
+class PutOff:
+    """The times in a row that a checkpoint was put off, since gradients waited."""
+
+    def __init__(self) -> None:
+        self._times = 0
+
+    def end(self) -> None:
+        """Hear that a checkpoint was not put off."""
+        self._times = 0
+
+    def again(self, step: int, names: Sequence[str]) -> str | None:
+        """Return what to log of one more time: the first, the second, the fourth, the eighth …
+
+        Args:
+            names: of parameters whose gradients wait on this rank.
+        """
+        self._times += 1
+        if self._times & (self._times - 1):
+            return None
+        which = f" of {listed(names)}" if names else ""
+        message = (
+            f"gradients{which} wait for their optimizer: the checkpoint of step {step} is put off "
+            "until its step() applies them, or zero_grad() drops them"
+        )
+        if self._times >= _MANY:
+            message += (
+                f". So it was {self._times} times in a row: where that does not end there are no "
+                "checkpoints, nor images of these steps. Call the Checkpointer's step() after the "
+                "optimizers', and let those that step in turns meet at one step now and then"
+            )
+        return message
 
 
 def require_one_step(facts: Sequence[Facts]) -> None:

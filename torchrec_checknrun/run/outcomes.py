@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from torchrec_checknrun.model.hand_written import Overwritten, RowsOverwritten
 from torchrec_checknrun.root.report import CheckpointReport
-from torchrec_checknrun.snapshot.late_copies import Overwritten
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -34,14 +34,21 @@ class Outcomes:
         self._logged: BaseException | None = None
         """The last failure, if it was only logged, and nothing was committed since."""
         self._overwritten: Overwritten | None = None
-        """The last checkpoint's failure, if training need not end for it: the next one copies all
-        states before training goes on.
+        """The last checkpoint's failure, if training need not end for it: the next one copies what
+        was written by hand before training goes on.
         """
 
     @property
     def has_failure(self) -> bool:
         """Return whether a failure waits to be raised."""
         return self._error is not None
+
+    @property
+    def to_be_made_again(self) -> bool:
+        """Return whether the last checkpoint failed since the program wrote its rows by hand: not
+        other weights, in whose place an evaluation's may be.
+        """
+        return isinstance(self._overwritten, RowsOverwritten)
 
     def failed(self, error: BaseException, tell: bool) -> None:
         """Keep a failure for the caller, or only log it where that is allowed.

@@ -20,6 +20,7 @@ from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.image import RankImage
+from torchrec_checknrun.model.hand_written import RowsOverwritten
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.restore.restore import Restored, Target
@@ -28,7 +29,7 @@ from torchrec_checknrun.root.lineage import Lineage, Proposal
 from torchrec_checknrun.root.policy import Decision
 from torchrec_checknrun.root.report import CheckpointReport, Progress
 from torchrec_checknrun.root.writer import RootWriter
-from torchrec_checknrun.run.facts import Begun, Facts, require_one_step
+from torchrec_checknrun.run.facts import Begun, Facts, PutOff, require_one_step
 from torchrec_checknrun.run.going_on import GoingOn
 from torchrec_checknrun.run.outcomes import Outcomes
 from torchrec_checknrun.run.proposer import Proposer
@@ -113,7 +114,7 @@ class Saver:
         )
         self._running: Save | None = None
         self._finish_at_exit: Callable[[], None] = lambda: None
-        self._skipped = False
+        self._skipped, self._put_off = False, PutOff()
         self._waited = 0.0
         """Seconds waited for the checkpoint before the one that may be begun now."""
         self._must_tell = False
@@ -201,6 +202,11 @@ class Saver:
         """Return whether gradients wait on this rank for an optimizer's step."""
         return self._gradients.waiting or self._target.tracked.waiting
 
+    @property
+    def has_left_one(self) -> bool:
+        """Return whether a checkpoint is left to the next step, after which there may be none."""
+        return (self.deferred and self.behind) or self.outcomes.to_be_made_again
+
     def unchanged(self) -> CheckpointReport:
         """Return the last checkpoint's report, after ``begin`` found that it holds everything."""
         assert self._last is not None
@@ -272,12 +278,10 @@ class Saver:
         """Return why no checkpoint can be begun, by the facts of all ranks; None if one can."""
         self.deferred = any(fact.waiting for fact in facts)
         if self.deferred:
-            message = (
-                "gradients wait for their optimizer: the checkpoint of step %d is put off until "
-                "its step() applies them, or zero_grad() drops them"
-            )
-            self.log(message, step, level=logging.WARNING)
+            if (message := self._put_off.again(step, self._gradients.named)) is not None:
+                self.log("%s", message, level=logging.WARNING)
             return Begun.DEFERRED
+        self._put_off.end()
         if any(fact.failed for fact in facts):
             return Begun.FAILED  # ``outcome`` raises it on the ranks where it failed
         if hanging := [rank for rank, fact in enumerate(facts) if fact.hangs]:
@@ -311,6 +315,8 @@ class Saver:
             if save.cut is not None:
                 self._target.tracked.merge(save.cut)
             self._links.failed(save.links)
+            if isinstance(error, RowsOverwritten):  # on all ranks, lest each of them fail once
+                self._target.tracked.expect_writes()
             self.outcomes.failed(error, self._must_tell)
             self._forget_running()  # last: after an interruption above, this runs again
             return

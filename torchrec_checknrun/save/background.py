@@ -23,6 +23,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import write_rank_file
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.gpu_streams import GpuReads
+from torchrec_checknrun.model.hand_written import Overwritten
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.lineage import Proposal
@@ -36,7 +37,6 @@ from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.save.save_memory import SaveMemory
 from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 from torchrec_checknrun.snapshot.items import Items
-from torchrec_checknrun.snapshot.late_copies import Overwritten
 from torchrec_checknrun.snapshot.snapshot import Snapshot
 from torchrec_checknrun.snapshot.staging import COPIER, Staging
 from torchrec_checknrun.store.file_copy import CopyTo
@@ -352,7 +352,7 @@ class Background:
                 copies.committed(manifest)
         except BaseException as error:
             ring.abort()
-            if isinstance(error, Overwritten):  # on all ranks, lest each of them fail once
+            if type(error) is Overwritten:  # on all ranks, lest each of them fail once
                 self.memory.copy_at_cut()
             to.parent_content.failed()
             plan.end()

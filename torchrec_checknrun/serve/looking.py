@@ -11,6 +11,8 @@ from typing import Protocol
 
 NICE = 10
 """Priority of the thread below that of predictions."""
+_CHANCE = random.Random()
+"""Draws apart from the program's generator, whose numbers training may depend on."""
 _LONGEST_PAUSE = 60.0
 """The longest pause between two looks after errors, unless the interval is longer."""
 
@@ -52,5 +54,5 @@ def _keep_looking(follower: weakref.ref[Looks], closing: threading.Event, interv
         pause = interval
         if failures:
             longest = max(interval, _LONGEST_PAUSE)
-            pause = min(longest, interval * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1)
+            pause = min(longest, interval * 2.0 ** min(failures, 16)) * _CHANCE.uniform(0.5, 1)
         closing.wait(max(interval, pause))

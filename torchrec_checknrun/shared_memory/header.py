@@ -19,8 +19,8 @@ import xxhash
 
 from torchrec_checknrun.shared_memory.file import PAGE, NoImage, up
 
-MAGIC = 0x33474D494B43
-"""The first six bytes: ``CKIMG3``."""
+MAGIC = 0x34474D494B43
+"""The first six bytes: ``CKIMG4``."""
 _HEAD = 4
 """Words before a record's content: number, bytes, checksum, and one that is free."""
 HEAD_BYTES = 8 * _HEAD
@@ -45,6 +45,10 @@ class Word(IntEnum):
     GOAL = 6
     """One more than the step that a recovery is going back to, and the only one that can be gone
     back to until it has ended; 0: none.
+    """
+    BY_HAND = 7
+    """Bits for a program that writes rows by hand in each step: 1, after its first update of
+    tables; 2, before.
     """
     JOURNAL_FROM = 8
     """The step that a journal goes back to, of each of two; -1: none."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchrec_checknrun.errors import SaveFailed
-from torchrec_checknrun.model.hand_written import WriteWatch
+from torchrec_checknrun.model.hand_written import Overwritten, WriteWatch
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,6 @@ def stepped_memory(tensors: Iterable[torch.Tensor]) -> dict[Span, torch.Tensor]:
         and tensor.is_contiguous()
         and not tensor.is_inference()
     }
-
-
-class Overwritten(SaveFailed):
-    """Memory was written while it was being saved, by other means than an optimizer's step."""
 
 
 @dataclass(frozen=True)

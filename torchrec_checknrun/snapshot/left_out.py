@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchrec_checknrun.dense.tree import Node, all_nodes, attributes, inner_optimizers
 from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
-from torchrec_checknrun.snapshot.schedules import Schedules
+from torchrec_checknrun.snapshot.unheld import Beside, Draws, Schedules
 from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.own_loading import plain_path
 from torchrec_checknrun.values.shown import MOST_VALUES, Shown, all_leaves, content, may_show, shows
@@ -72,14 +72,15 @@ class LeftOut:
         self._states, self._trained = states, _trained(model)
         self._told: set[str] = set()
         self._schedules: Schedules | None = None
+        self._beside, self._draws = Beside(model, states), Draws()
         with self._harmless():
             self._schedules = Schedules(states)
             self._owners = [*_users_modules(model, states), *_users_objects(states)]
             self._first = self._marks()
             self._copies = {
-                key: bytes(raw_bytes(_value(self._owners[key[0]][1], key[1])))
+                key: _sample(_value(self._owners[key[0]][1], key[1]))
                 for key, mark in self._first.items()
-                if mark[0] is torch.Tensor and mark[3].numel() <= MOST_VALUES
+                if mark[0] is torch.Tensor
             }
 
     def begin(self) -> None:
@@ -93,6 +94,8 @@ class LeftOut:
             if self._schedules is not None:
                 self._schedules.tell()
             warn_of_read_ahead(self._states)
+            self._beside.find()
+            self._draws.begin()
 
     def look(self, saved: Mapping[str, object]) -> None:
         """Warn, once for each, of values that have moved since the start; call it at each save.
@@ -111,6 +114,8 @@ class LeftOut:
                 self._look(saved)
             self._look_at_parameters()
             self._look_beside(saved)
+            self._beside.look(saved)
+            self._draws.look(saved)
             if self._schedules is not None:
                 self._schedules.look()
 
@@ -198,14 +203,14 @@ class LeftOut:
         if mark[0] is not torch.Tensor:
             return mark[1:] != first[1:]
         module, name = self._owners[key[0]][1], key[1]
-        # Another attribute in its place may be a mere cache; one of another size is no count.
+        # Another scalar in its place may be a mere cache; one of another size is no count.
         written = mark[1] is first[1] and mark[2] != first[2]
-        replaced = mark[1] is not first[1] and name in module._buffers
+        replaced = mark[1] is not first[1] and (len(mark[3]) > 0 or name in module._buffers)
         return (
             (written or replaced)
             and mark[3] == first[3]
-            and key in self._copies  # DistributedDataParallel writes the same values again
-            and self._copies[key] != bytes(raw_bytes(_value(module, name)))
+            # DistributedDataParallel writes the same values again
+            and self._copies[key] != _sample(_value(module, name))
         )
 
 
@@ -351,6 +356,12 @@ def _is_read(tensor: torch.Tensor) -> bool:
 def _mark_of(tensor: torch.Tensor) -> Mark:
     # A reference, not an id: another tensor may take the place in memory of one that is gone.
     return torch.Tensor, weakref.ref(tensor), tensor._version, tensor.shape
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's values; of a large one, of some from all over it."""
+    apart = tensor.numel() // MOST_VALUES | 1  # odd: of different columns
+    return bytes(raw_bytes(tensor.detach().reshape(-1)[::apart].contiguous()))
 
 
 def _own_values(item: object) -> Iterable[tuple[str, Any]]:

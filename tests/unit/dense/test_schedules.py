@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlate
 
 from tests.crash.save_sweep import alone
 from torchrec_checknrun import Checkpointer
-from torchrec_checknrun.snapshot import schedules
+from torchrec_checknrun.snapshot import unheld
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_the_first_save_need_not_look_where_a_step_has(
         looks.append(states)
         return set()
 
-    monkeypatch.setattr(schedules, "unsaved_schedules", look)
+    monkeypatch.setattr(unheld, "unsaved_schedules", look)
     with Checkpointer(tmp_path, model=nn.Linear(2, 2), state={"mine": sgd()}) as saver:
         assert len(looks) == 1
         for _ in range(3):

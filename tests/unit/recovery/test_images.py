@@ -316,6 +316,7 @@ def test_an_exception_leaves_the_image_and_a_close_does_not(lives: Lives) -> Non
     job, saver = lives.begin()
     with saver:
         assert by_images(saver.restore())
+        train(job, saver)
     assert lives.files() == []
 
 

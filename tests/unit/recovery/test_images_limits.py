@@ -26,7 +26,7 @@ from torchrec_checknrun.errors import (
 from torchrec_checknrun.memory import shard_memory
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.shard_memory import ShardMemory
-from torchrec_checknrun.memory.step_journal import StepJournal
+from torchrec_checknrun.memory.step_journal import _CALM, StepJournal
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
@@ -67,6 +67,57 @@ def test_damage_is_found_and_told(lives: Lives, area: str, reason: str) -> None:
     job, saver = lives.begin()
     assert by_images(saver.restore())
     assert differences(job, undisturbed(3)) == []
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["after the update", "before the lookup"])
+def test_a_program_that_writes_rows_by_hand_in_each_step(
+    lives: Lives, caplog: pytest.LogCaptureFixture, after: bool
+) -> None:
+    """Go back to a checkpoint where a write may have come that nobody has noticed yet."""
+    job, saver = lives.begin()
+    saver.restore()
+
+    def write() -> None:
+        next(iter(job.model.state_dict().values())).local_shards()[0].tensor[:5] *= 0.9
+
+    def step(written: bool = True) -> None:
+        for act in (job.train, write) if after else (write, job.train):
+            if written or act is not write:
+                act()
+        saver.step()
+
+    step()
+    step(written=False)
+    assert "in each step" not in caplog.text
+    step()
+    step()
+    assert ("between a step's first update" in caplog.text) == after
+    assert ("killed at any time" in caplog.text) != after
+    saver.save()
+    wanted = gather(job)
+    step()
+    if after:
+        job.train()
+    write()
+    lives.die()
+    job, saver = lives.begin()
+    report = saver.restore()
+    assert report is not None
+    assert (report.source, report.step) == ("checkpoint", 4)
+    assert differences(job, wanted) == []
+    if after:  # known from the process before
+        job.train()
+    write()
+    lives.die()
+    job, saver = lives.begin()
+    report = saver.restore()
+    assert report is not None
+    assert (report.source, report.step) == ("checkpoint", 4)
+    for _ in range(_CALM + 1):
+        step(written=False)
+    job.train()
+    lives.die()
+    assert by_images(lives.begin()[1].restore())
 
 
 def test_half_way_without_a_checkpoint_is_no_fresh_start(

@@ -63,6 +63,24 @@ def test_a_name_of_neither_is_refused() -> None:
         match("", "b", x="b")
 
 
+@pytest.mark.parametrize(
+    ("only", "remedy"),
+    [
+        (None, "another name and let it begin anew with strict=False"),
+        (("a",), "leave the table out"),
+    ],
+)
+def test_a_table_of_another_dimension_is_refused_with_the_remedy(
+    only: tuple[str, ...] | None, remedy: str
+) -> None:
+    wider = replace(SHAPE, dim=2 * SHAPE.dim)
+    for strict in (True, False):
+        with pytest.raises(IncompatibleCheckpoint, match=f"saved dimension, or .*{remedy}"):
+            match_tables({"a": wider}, {"a": SHAPE}, Fit(strict=strict, only=only))
+    fit = Fit(strict=False)
+    assert match_tables({"b": wider}, {"a": SHAPE}, fit).target == {}
+
+
 def test_a_planner_s_choice_on_other_ranks_is_no_other_optimizer() -> None:
     """Name the plan as the cause where a small table that was sharded is data-parallel now: the
     state would be lost with ``strict=False``, and the optimizer is the one it was trained with.

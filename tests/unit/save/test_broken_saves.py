@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.distributed.models import Job
 from tests.distributed.states import gather
@@ -249,6 +251,30 @@ def test_the_end_is_not_saved_in_silence_while_gradients_wait(tmp_path: Path, jo
     saver.step()
     with pytest.raises(SaveFailed, match=r"step 2, .*gradients wait.*zero_grad"):
         saver.close()
+
+
+def test_gradients_that_always_wait_are_told_ever_less_often(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Name the parameters of optimizers that step in turns, and what to change."""
+    low, top = nn.Linear(2, 2), nn.Linear(2, 1)
+    net = nn.ModuleDict({"low": low, "top": top})
+    turns = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (low, top)]
+    state = {"low": turns[0], "top": turns[1]}
+    with Checkpointer(tmp_path, model=net, state=state, every_steps=1) as saver:
+        for step in range(40):
+            top(low(torch.ones(1, 2))).sum().backward()
+            turns[step % 2].step()
+            turns[step % 2].zero_grad()
+            saver.step()
+        lines = [line for line in caplog.messages if "is put off" in line]
+        turns[0].zero_grad()
+        turns[1].zero_grad()
+        assert saver.save() is not None
+    for line, step in zip(lines, (1, 2, 4, 8, 16, 32), strict=True):
+        assert f"step {step} is put off" in line
+    assert "gradients of low.bias, low.weight wait" in lines[1]
+    assert ["in turns meet at one step" in line for line in lines] == [False] * 3 + [True] * 3
 
 
 def test_nothing_is_committed_upon_a_chain_that_is_gone(tmp_path: Path, job: Job) -> None:

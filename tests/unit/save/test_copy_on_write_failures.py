@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from tests.crash.hanging import HangingStore
+from tests.distributed.models import CollectionSpec, Job, ModelSpec, uniform_plan
 from tests.distributed.on_write import (
+    TABLES,
     Held,
     build,
     checkpointer,
@@ -34,6 +36,7 @@ from tests.distributed.states import gather
 from tests.unit.save.test_broken_saves import refuse_threads
 from torchrec_checknrun import Quantization
 from torchrec_checknrun.errors import SaveFailed
+from torchrec_checknrun.run.waiting import await_save
 from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.snapshot.staging import COPIER
 
@@ -273,6 +276,66 @@ def test_a_write_by_hand_before_rows_are_surveyed(
         saver.wait()
     reasons = saver.save().copied_at_cut.values()  # from now on
     assert set(reasons) == {"written outside of training while it was being saved"}
+    saver.close()
+
+
+def written_while_copied(saver: Any, held: Held, train_and_clip: Callable[[], None]) -> None:
+    """Begin a checkpoint, write its rows by hand before they are copied, and wait for its end."""
+    held.hold()
+    train_and_clip()
+    assert saver.step() is None
+    held.wait()
+    train_and_clip()
+    held.let_go()
+    await_save(saver._saver.running)
+
+
+def test_the_last_checkpoint_is_made_again(tmp_path: Path) -> None:
+    """Save at the end what the last checkpoint was to hold before the program wrote it by hand."""
+    job = build()
+    saver = checkpointer(tmp_path, job, every_steps=1)
+    weight = next(iter(job.model.state_dict().values())).local_shards()[0].tensor
+
+    def train_and_clip() -> None:
+        job.train()
+        weight[:5].clamp_(-1, 1)
+
+    with held_copiers() as held:
+        written_while_copied(saver, held, train_and_clip)
+    wanted = gather(job)
+    saver.close()
+    assert differences(tmp_path, wanted) == []
+
+
+def test_tables_written_by_hand_in_each_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Train on with a warning, and copy all tables that are written by hand at later cuts."""
+    spec = ModelSpec(tuple(CollectionSpec(name, TABLES[:1]) for name in "ab"))
+    job = Job.build(spec, uniform_plan(spec, "row_wise", 1), seed=0, samples=64)
+    saver = checkpointer(tmp_path, job, every_steps=1)
+    weights = [
+        weight.local_shards()[0].tensor
+        for name, weight in job.model.state_dict().items()
+        if "embedding_bags" in name
+    ]
+
+    def train_and_clip() -> None:
+        job.train()
+        for weight in weights:
+            weight[:5].clamp_(-1, 1)
+
+    with held_copiers() as held:
+        written_while_copied(saver, held, train_and_clip)
+        saver.step()  # raises nothing
+        saver.wait()
+    assert "were written outside of training" in caplog.text
+    for _ in range(3):
+        train_and_clip()
+        saver.step()
+        report = saver.wait()
+        assert report is not None
+        assert len(report.copied_at_cut) == 2
     saver.close()
 
 

@@ -182,6 +182,34 @@ def test_a_value_that_moves_later_is_told(told: Told) -> None:
     assert len(told(module, lambda: next(calls)())) == 1
 
 
+class Negatives(nn.Module):
+    """A module with queues of negatives in plain attributes.
+
+    Args:
+        rows: of each queue.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.written, self.joined = torch.zeros(2, rows).T, torch.zeros(rows, 2)
+        self.kept = torch.zeros(rows, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.written[: len(x)] = x
+        self.joined = torch.cat([self.joined, x])[len(x) :]
+        self.kept = self.kept.clone()
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("rows", [64, 50_000])
+def test_queues_of_tensors_are_told(told: Told, rows: int) -> None:
+    module = Negatives(rows)
+    (line,) = told(module, lambda: module(torch.rand(16, 2)))
+    assert "in no state dict: model.over.written, model.over.joined. " in line
+
+
 def test_rates_of_torchs_layers_that_move_are_told_once(told: Told) -> None:
     normalise, drop = nn.BatchNorm1d(2), nn.Dropout(0.1)
     layers = nn.Sequential(nn.Linear(2, 2), normalise, drop)
