@@ -192,8 +192,7 @@ class Saver:
             self.lineage.restored(chain, full, forks=False)
             self._last = self.lineage.report(Progress())
         self._links.forget()  # images hold none
-        self.lineage.id, self.lineage.lossy_restores = lineage, lossy
-        self.lineage.losses = losses
+        self.lineage.id, self.lineage.lossy_restores, self.lineage.losses = lineage, lossy, losses
         self.proposer.resolve()
         self.proposer.fingerprint = None
 
