@@ -89,6 +89,7 @@ def one_rank_a_step_ahead(**arguments: Any) -> None:
         run.image.end_step(STEPS + 1)
     assert run.again() == ("images", STEPS, ())
     assert run.is_at(STEPS)
+    run.train()
     run.saver.close()
 
 
@@ -119,6 +120,7 @@ def one_rank_without(**arguments: Any) -> None:
     run.train()
     assert run.again()[:2] == ("images", SAVED + 1)
     assert run.is_at(SAVED + 1)
+    run.train()
     run.saver.close()
 
 

@@ -71,7 +71,7 @@ def second_run(folder: str, memory: str) -> list[Any]:
                 settled(second)
                 second.die([0, 1])
             else:  # an evaluation
-                second.end()
+                second.saver.close()
         dist.barrier()
         found.append(saves(live))
     train(live, 1)

@@ -9,33 +9,31 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from torchrec_checknrun.dense.state_objects import holds_loader
 from torchrec_checknrun.errors import ModelPartlyRestored
-from torchrec_checknrun.format.losses import Loss, merged
-from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.memory.agreement import Decision, Found, Newest, decide
+from torchrec_checknrun.format.losses import Loss
+from torchrec_checknrun.memory.agreement import Decision
 from torchrec_checknrun.memory.gradient_buckets import settle_buckets
 from torchrec_checknrun.memory.image import RankImage
 from torchrec_checknrun.memory.images import Images
-from torchrec_checknrun.memory.partial import decide_partial, lost_ranks
 from torchrec_checknrun.memory.sweep import sweep
 from torchrec_checknrun.options.options import Options
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.recovery.decision import decide_by_storage
 from torchrec_checknrun.recovery.held_restore import HeldRestore
-from torchrec_checknrun.recovery.partial_recovery import LostRank, Side, meet, unruled
+from torchrec_checknrun.recovery.partial_recovery import LostRank, Side, meet
 from torchrec_checknrun.recovery.saves import Saves
 from torchrec_checknrun.restore.restore import Target
-from torchrec_checknrun.root.chain import Chain, newest
+from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.root.retention import original_of
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder
 from torchrec_checknrun.tiers.host_copies import HostFiles
 from torchrec_checknrun.tiers.peers import Peers
 from torchrec_checknrun.tiers.priority_rows import PriorityRows
-from torchrec_checknrun.writers.claims import read_claims
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
@@ -153,7 +151,9 @@ class Survival:
             return None
         settle_buckets(self._options.model)
         found = self._ranks.on_all_ranks(image.look)
-        decision, chain, passed_over = self._ranks.from_rank_0(lambda: self._decide(found))
+        decision, chain, passed_over = self._ranks.from_rank_0(
+            lambda: decide_by_storage(found, self._options)
+        )
         self._is_first = False  # not earlier: storage that fails may be asked again
         if decision.step is None:
             self._tell(decision.reasons)
@@ -333,7 +333,15 @@ class Survival:
         Args:
             over: the run is over; else other processes may go on from them.
         """
-        over = over and not self._has_steps_of_another()
+        if over and self._has_steps_of_another():
+            over = False
+            self._saver.log(
+                "this process has not gone on with the run: its images stay, since no checkpoint "
+                "holds their steps up to %d. A restart of the run goes on from them; save() before "
+                "close() makes them superfluous",
+                self._recovered,
+                level=logging.WARNING,
+            )
         if self._image is not None:
             self._image.close(remove=over)
         if self._priority is not None:
@@ -344,35 +352,13 @@ class Survival:
             self._peers.folder.remove()
 
     def _has_steps_of_another(self) -> bool:
-        """Return whether images hold unsaved steps of a run that this process doesn't go on with:
-        an evaluation leaves them for the restart.
+        """Return whether images hold steps of a killed run that no checkpoint holds, and this
+        process has not trained on: an evaluation leaves them for the run's restart.
         """
         if self._saver.claimed or self._recovered is None:
             return False
         previous = self._saver.lineage.previous
         return previous is None or previous.step < self._recovered
-
-    def _decide(self, found: list[Found]) -> tuple[Decision, Chain | None, list[str]]:
-        gone = [image.missing is not None for image in found]
-        partial_recovery = self._options.partial
-        if all(gone) or (any(gone) and partial_recovery is None):
-            return decide(found, Newest()), None, []  # the storage need not be asked
-        chain, problems = newest(self._options.root, resumes=True)
-        if chain is None and problems:
-            reason = f"the storage holds no whole checkpoint: {'; '.join(problems)}"
-            return Decision(None, (reason,)), None, problems
-        if chain is None and not read_claims(self._options.root).highest:
-            # A run claims its root at its first step: this one was emptied, or is another's.
-            reason = f"no run has claimed {self._options.root}: the images are not of what is there"
-            return Decision(None, (reason,)), None, problems
-        head = Newest() if chain is None else _newest(chain.head, found)
-        known = () if chain is None else chain.head.losses
-        if partial_recovery is None:
-            decision = decide(found, head)
-            losses = merged(known, *(image.losses for image in found))
-            return replace(decision, losses=losses), chain, problems
-        why_not = unruled(self._options, lost_rank_0=0 in lost_ranks(found, head))
-        return decide_partial(found, head, partial_recovery, why_not, known), chain, problems
 
     def _tell(self, reasons: tuple[str, ...]) -> None:
         self.reasons = reasons
@@ -389,11 +375,3 @@ class Survival:
                 logger.info("%s", line)
         except OSError as error:  # no reason for one rank to end alone
             logger.warning("images that are over may stay in %s: %s", image.path.parent, error)
-
-
-def _newest(head: Manifest, found: Sequence[Found]) -> Newest:
-    """Return the newest checkpoint, by the id that images know it by: its own, or, of a compacted
-    copy that they don't descend from, that of the original.
-    """
-    known = any(head.id in image.heads for image in found)
-    return Newest(head.id if known else original_of(head), head.step)

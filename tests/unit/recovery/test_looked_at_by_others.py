@@ -16,7 +16,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_steps_that_no_checkpoint_holds_stay_for_the_restart(lives: Lives, saved: bool) -> None:
+def test_steps_that_no_checkpoint_holds_stay_for_the_restart(
+    lives: Lives, saved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     job, saver = lives.begin()
     saver.restore()
     train(job, saver)
@@ -28,7 +30,9 @@ def test_steps_that_no_checkpoint_holds_stay_for_the_restart(lives: Lives, saved
     for _ in range(2):
         job, saver = lives.begin()
         assert by_images(saver.restore())
+        caplog.clear()
         saver.close()
+        assert "its images stay, since no checkpoint holds their steps up to 3" in caplog.text
     job, saver = lives.begin()
     assert by_images(saver.restore())
     assert differences(job, wanted) == []
