@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from tests.docs.blocks import PAGES, REPOSITORY, Block, blocks_of
 from tests.docs.job import Job
 from tests.docs.test_public_behaviour import names_in
+from tests.groups import end_process_group
 from tests.unit.chains import one_thread
 from torchrec_checknrun import Checkpointer, Consecutive, Quantization, elastic
 from torchrec_checknrun.cli import main as checknrun
@@ -37,7 +38,7 @@ def group() -> Iterator[None]:
     with one_thread():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield
-        dist.destroy_process_group()
+        end_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ class Session:
             self.close()
         if JOINS.search(text):  # a page's job needs its process group
             self.close()
-            dist.destroy_process_group()
+            end_process_group()
             elastic.init_process_group()
             self._set_job()
             text = JOINS.sub("pass", text)

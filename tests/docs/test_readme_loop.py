@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.docs import readme_loop
 from tests.docs.blocks import REPOSITORY
+from tests.groups import end_process_group
 from tests.unit.chains import one_thread
 
 SHOWN = re.compile(r"```text\n((?:\w+ checkpoint seq-.*\n)+)```")
@@ -21,7 +21,7 @@ def test_the_readme_shows_what_its_loop_prints(
 ) -> None:
     with one_thread():
         readme_loop.main(str(tmp_path / "run-17"))
-    dist.destroy_process_group()
+    end_process_group()
     shown = SHOWN.findall((REPOSITORY / "README.md").read_text())
     assert len(shown) == 1
     assert VARYING.sub("", capsys.readouterr().out) == VARYING.sub("", shown[0])

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import InstantiationException
 
 from tests.distributed.fork_server import REPOSITORY
+from tests.groups import end_process_group
 from torchrec_checknrun import verify
 
 EXAMPLES = REPOSITORY / "examples"
@@ -36,12 +36,7 @@ def _as_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    _leave()
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_process_group()
 
 
 def run(example: str, *arguments: Any) -> Any:
@@ -49,7 +44,7 @@ def run(example: str, *arguments: Any) -> Any:
     try:
         return importlib.import_module(example).main(*arguments)
     finally:
-        _leave()
+        end_process_group()
 
 
 def hydra_app(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
@@ -60,7 +55,7 @@ def hydra_app(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
     try:
         runpy.run_path(str(EXAMPLES / "hydra_app.py"), run_name="__main__")
     finally:
-        _leave()
+        end_process_group()
 
 
 def is_sound(root: Path | str) -> bool:
@@ -154,7 +149,7 @@ def test_convert_dcp_script(tmp_path: Path) -> None:
     for way in (module.before, module.after):
         module.init_process_group()
         losses.append(way(str(tmp_path / way.__name__)))
-        _leave()
+        end_process_group()
     assert losses[0] == losses[1] > 0
     module.init_process_group()
     assert module.before(str(tmp_path / "before")) == 0, "nothing is left to train"
