@@ -69,6 +69,16 @@ def test_damage_is_found_and_told(lives: Lives, area: str, reason: str) -> None:
     assert differences(job, undisturbed(3)) == []
 
 
+def from_the_checkpoint(lives: Lives) -> tuple[Job, Checkpointer]:
+    """Die, and begin anew: from the checkpoint of step 4."""
+    lives.die()
+    job, saver = lives.begin()
+    report = saver.restore()
+    assert report is not None
+    assert (report.source, report.step) == ("checkpoint", 4)
+    return job, saver
+
+
 @pytest.mark.parametrize("after", [True, False], ids=["after the update", "before the lookup"])
 def test_a_program_that_writes_rows_by_hand_in_each_step(
     lives: Lives, caplog: pytest.LogCaptureFixture, after: bool
@@ -99,20 +109,12 @@ def test_a_program_that_writes_rows_by_hand_in_each_step(
     if after:
         job.train()
     write()
-    lives.die()
-    job, saver = lives.begin()
-    report = saver.restore()
-    assert report is not None
-    assert (report.source, report.step) == ("checkpoint", 4)
+    job, saver = from_the_checkpoint(lives)
     assert differences(job, wanted) == []
     if after:  # known from the process before
         job.train()
     write()
-    lives.die()
-    job, saver = lives.begin()
-    report = saver.restore()
-    assert report is not None
-    assert (report.source, report.step) == ("checkpoint", 4)
+    job, saver = from_the_checkpoint(lives)
     for _ in range(_CALM + 1):
         step(written=False)
     job.train()
