@@ -32,6 +32,7 @@ from torchrec_checknrun.ranks import listed
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
 _MOST_ITEMS = 1000
+"""The longest list that is searched for generators' states: longer ones are data."""
 _SHOWN_BY: dict[type, tuple[str, str]] = {
     GradScaler: ("a gradient scaler", "growth_factor"),
     AveragedModel: ("an average", "n_averaged"),
