@@ -70,7 +70,7 @@ class Checkpointer(WrittenByHand):
         every_steps: ``step`` saves at every so many steps: the trigger ``EverySteps``.
         triggers: further triggers of saves in ``step`` or ``close``: ``EverySeconds``, ``AtEnd``,
             ``OnSigterm``, or your own.
-        callbacks: called on all ranks with each committed checkpoint's report; errors are logged.
+        callbacks: called with each committed report, at one step on all ranks; errors are logged.
         background: whether a ``thread`` or a ``process`` encodes and writes during training.
         staging: what training waits for. ``copy_on_write``: for copies of rows that it is about to
             overwrite; where a table doesn't allow that, as ``auto``. ``copy``: for copies of all
@@ -219,9 +219,9 @@ class Checkpointer(WrittenByHand):
         checkpoint is put off until the end of a step that leaves no gradient waiting.
 
         Returns:
-            The report of the last checkpoint that has become durable, unless it was returned
-            already. None without one: no checkpoint was due, or the last one is still on its way,
-            was put off, or failed within ``max_failures``.
+            After the same step on all ranks, the report of the last checkpoint that has become
+            durable, unless it was returned already. None without one: no checkpoint was due, or the
+            last one is on its way, was put off, or failed within ``max_failures``.
 
         Raises:
             SaveFailed, UnsupportedState, UnsupportedTable, InvalidPlan: the last checkpoint was not
@@ -380,8 +380,8 @@ class Checkpointer(WrittenByHand):
     def _settle(self, wait: bool) -> None:
         """Note the outcome of what is being written, a publication or a checkpoint."""
         if self._publisher is not None:
-            self._publisher.settle(wait)
-        self._saver.settle(wait)
+            self._publisher.settle(wait, self.steps)
+        self._saver.settle(wait, self.steps)
 
     def _wait(self, end: bool = False) -> CheckpointReport | None:
         self._settle(wait=True)

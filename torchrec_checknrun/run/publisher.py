@@ -145,7 +145,6 @@ class Publisher:
     def step(self, step: int) -> None:
         """Publish at the end of a step, if that is due."""
         self._writer.progressed()
-        self.settle(wait=False)
         try:
             if self._schedule.due(step):
                 self.begin(step)
@@ -180,10 +179,10 @@ class Publisher:
         self._take(proposal, started)
         return True
 
-    def settle(self, wait: bool) -> None:
-        """Note the outcome of the publication on its way, once that is known."""
+    def settle(self, wait: bool, step: int = 0) -> None:
+        """Note the outcome of the publication on its way; arguments as of ``Saver.settle``."""
         save = self._running
-        if save is None or not (wait or save.done):
+        if save is None or not (wait or save.is_heard(step)):
             return
         await_save(save, self._seconds)
         try:

@@ -18,6 +18,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.root.report import Progress
+from torchrec_checknrun.save.common_step import CommonStep
 from torchrec_checknrun.snapshot.cut_rows import CutRows
 from torchrec_checknrun.snapshot.items import Fingerprint
 from torchrec_checknrun.store.deadlines import Patience
@@ -40,6 +41,7 @@ class Save:
         patience: deadlines of the storage operations of this checkpoint.
         progress: times of the phases, in seconds since ``begun``.
         fingerprint: this rank's fingerprint of the content beside table rows; None until known.
+        common_step: the step after which all ranks hear of the outcome.
         rows: rows of the cut that are copied on write; None without any.
         links: the changes to the references of tables stored as differences; None without any.
         thread: the background thread, once started.
@@ -61,6 +63,7 @@ class Save:
         self._lock = threading.Lock()
         self._committing = self._given_up = False
         self.progress = Progress()
+        self.common_step = CommonStep(proposal.header.step)
         self.fingerprint: Fingerprint | None = None
         self._manifest: Manifest | None = None
         self._error: BaseException | None = None
@@ -74,6 +77,12 @@ class Save:
     def done(self) -> bool:
         """Return True once the outcome is known on this rank."""
         return self._done.is_set()
+
+    def is_heard(self, step: int) -> bool:
+        """Note that training has done a step; return whether to note the outcome after it, the same
+        on all ranks.
+        """
+        return self.common_step.reached(step)
 
     @property
     def known(self) -> threading.Event:

@@ -1,0 +1,88 @@
+"""All ranks hear of a save's outcome after the same step, however their training proceeds."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.save.common_step import CommonStep
+
+
+class Meeting:
+    """Ranks of threads, of which each reduction takes some time."""
+
+    def __init__(self, world_size: int, pause: Callable[[], float]) -> None:
+        self.values: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size)
+        self.pause = pause
+
+    def rank(self, number: int) -> Ranks:
+        ranks = Ranks.of(None)
+        vars(ranks).update(rank=number, world_size=len(self.values))
+        vars(ranks)["reduce"] = lambda act, decide: self.reduce(number, act, decide)
+        return ranks
+
+    def reduce(self, number: int, act: Callable[[], Any], decide: Callable[[Any], Any]) -> Any:
+        time.sleep(self.pause())
+        self.values[number] = act()
+        self.barrier.wait(10.0)
+        decided = decide(list(self.values))
+        self.barrier.wait(10.0)
+        return decided
+
+
+def heard(common: CommonStep, first: int, pause: Callable[[], float]) -> int:
+    """Return the step at which a training loop hears of the outcome."""
+    step = first
+    while not common.reached(step):
+        time.sleep(pause())
+        step += 1
+    return step
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_ranks_hear_after_the_same_step(seed: int) -> None:
+    draws = random.Random(seed)
+    longest_step, longest_reduction = draws.choice([(0.0, 0.002), (0.002, 0.0), (0.002, 0.002)])
+    meeting = Meeting(4, lambda: draws.random() * longest_reduction)
+    common = [CommonStep(7) for _ in range(4)]
+    with ThreadPoolExecutor(8) as threads:
+        steps = [
+            threads.submit(heard, one, 7, lambda: draws.random() * longest_step) for one in common
+        ]
+        time.sleep(draws.random() * 0.01)
+        for number, one in enumerate(common):
+            threads.submit(one.agree, meeting.rank(number))
+        assert len({step.result(20.0) for step in steps}) == 1
+
+
+def test_an_outcome_is_told_at_the_next_step() -> None:
+    meeting = Meeting(2, lambda: 0.0)
+    common = [CommonStep(3), CommonStep(3)]
+    assert not any(one.reached(4) for one in common)  # there is no outcome yet
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(CommonStep.agree, common, map(meeting.rank, range(2))))
+    assert not common[0].reached(4)
+    assert all(one.reached(5) for one in common)
+
+
+def test_one_rank_hears_at_once() -> None:
+    common = CommonStep(3)
+    assert not common.reached(4)
+    common.agree(Ranks.of(None))
+    assert common.reached(4)
+
+
+def test_a_lost_rank_holds_no_other_up() -> None:
+    meeting = Meeting(2, lambda: 0.0)
+    common = CommonStep(3)
+    meeting.barrier.abort()
+    common.agree(meeting.rank(0))
+    assert common.reached(3)

@@ -1,0 +1,81 @@
+"""Have all ranks hear of a save's outcome after the same training step.
+
+A save ends in the background, for each rank at another point of its training. Told at once, one
+rank's callbacks, or its handling of an error, would run a step before those of the others, and wait
+for ever where they call a collective. So the backgrounds agree on a step that no rank has done yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+
+from torchrec_checknrun.ranks import Ranks
+
+logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
+
+
+class CommonStep:
+    """One rank's view of the step after which all ranks hear of a save's outcome.
+
+    Args:
+        step: the last step that training has done here.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._changed = threading.Condition()
+        self._done = step
+        self._proposed: int | None = None
+        """Kept once agreed on; None: no rank need wait for another."""
+        self._agreed = False
+
+    def reached(self, step: int) -> bool:
+        """Note in the training thread that a step is done; return whether to tell the outcome.
+
+        Waits where this very step is proposed, for the moment until all ranks have answered.
+        """
+        with self._changed:
+            self._done = step
+            while not self._agreed and self._proposed is not None and step >= self._proposed:
+                self._changed.wait()
+            return self._agreed and (self._proposed is None or step >= self._proposed)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Agree on the step in the background, once the outcome is known; a collective.
+
+        Where a rank is lost, which ends training on the others as well, each hears at its next
+        step.
+        """
+        lead = 1
+        try:
+            while ranks.world_size > 1:
+                step = ranks.reduce(lambda: self._done, partial(_after, lead))
+                if ranks.reduce(partial(self._propose, step), all):
+                    break
+                self._withdraw()
+                lead *= 2
+        except Exception as error:
+            logger.debug("ranks may hear of a save's outcome a step apart: %r", error)
+            self._withdraw()
+        finally:
+            with self._changed:
+                self._agreed = True
+                self._changed.notify_all()
+
+    def _propose(self, step: int) -> bool:
+        """Propose a step; return whether training has yet to do it."""
+        with self._changed:
+            ahead = self._done < step
+            self._proposed = step if ahead else None
+            return ahead
+
+    def _withdraw(self) -> None:
+        with self._changed:
+            self._proposed = None
+            self._changed.notify_all()
+
+
+def _after(lead: int, done: list[int]) -> int:
+    """Return a step ahead of those that ranks have done."""
+    return max(done) + lead
