@@ -36,7 +36,7 @@ def hear_of_all(root: str, spec: dict[str, Any], plan: Plan) -> int:
         for step in range(STEPS):
             job.train(1)
             time.sleep(draws.choice([0.0, 0.0, 0.002, 0.008]))
-            note.how = "raises" if step % 4 == 0 else None
+            note.how = "raises" if step % 4 == 0 and step < STEPS // 2 else None
             try:
                 report = saver.step()
             except SaveFailed:
@@ -75,7 +75,7 @@ def go_on_together(root: str, spec: dict[str, Any], plan: Plan) -> None:
         for step in range(STEPS // 3):
             job.train(1)
             time.sleep(0.004 * (step % 2 == dist.get_rank()))
-            note.how = "raises" if step % 8 == 1 else None
+            note.how = "raises" if step % 8 == 1 and step < STEPS // 4 else None
             try:
                 saver.step()
             except SaveFailed:
