@@ -6,15 +6,17 @@ that a sharded tensor can be compared with a plain one, and each restored into t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import BlockHeader, Path, dtype_name
 from torchrec_checknrun.placements import dtype_of
 from torchrec_checknrun.restore.blocks import SavedBlocks
 from torchrec_checknrun.values.keys import decode_key
+from torchrec_checknrun.values.members import MEMBER, AbsentMember, decode_member
 from torchrec_checknrun.values.state import Tree, tree_items, tree_values
 
 
@@ -106,3 +108,33 @@ def _with(tree: Tree, added: _Added | BlockHeader) -> Tree:
             new = {k: _with(nodes[k], of_key) for k, of_key in added.items() if k in nodes}
             return {**tree, letter: list({**nodes, **new}.values())}
     return tree
+
+
+def require_members(trees: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse to restore states with a member that this process lacks.
+
+    Args:
+        trees: by the state's name, all trees of it.
+
+    Raises:
+        IncompatibleCheckpoint: names the enumeration.
+    """
+    for name, of_state in trees.items():
+        for absent in _absent_members(of_state):
+            raise IncompatibleCheckpoint(
+                f"state {name!r} holds {absent.kind}.{absent.member}, of an enumeration that this "
+                f"process doesn't know: import {absent.module} before restore()"
+            )
+
+
+def _absent_members(tree: Any) -> Iterator[AbsentMember]:
+    if isinstance(tree, dict):
+        if tree.keys() == {MEMBER}:
+            member = decode_member(tree[MEMBER])
+            if isinstance(member, AbsentMember):
+                yield member
+            return
+        tree = list(tree.values())
+    if isinstance(tree, Sequence) and not isinstance(tree, str):
+        for item in tree:
+            yield from _absent_members(item)

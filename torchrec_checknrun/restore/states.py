@@ -31,6 +31,7 @@ from torchrec_checknrun.restore.blocks import SavedBlocks
 from torchrec_checknrun.restore.chunks import ChainContent
 from torchrec_checknrun.restore.content_tree import (
     conversions,
+    require_members,
     tensor_paths,
     with_blocks,
     with_names,
@@ -263,6 +264,8 @@ class StateRestore:
         """
         self._stored, self._by_blocks, self._from_trees = stored, by_blocks, from_trees
         head = self._head
+        own = self._chunks.keys() & self._state_dict.keys()
+        require_members({n: [tree for _, tree in self._chunks[n].values()] for n in sorted(own)})
         for name, current in self._state_dict.items():
             plain = name in head.per_rank or not is_sharded(current)
             if (name,) in self._saved or (stored.covers(current) and not plain):

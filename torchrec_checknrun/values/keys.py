@@ -1,17 +1,20 @@
 """Encode the keys of a state's dicts: text and whole numbers as they are, others as nodes.
 
-Loops count by pairs, by flags and by thresholds: a tuple, a bool, None or a float is a key as good
-as a name. NumPy's scalars become Python's, which are equal to them and have the same hash.
+Loops count by pairs, by flags, by thresholds and by phases: a tuple, a bool, None, a float or a
+member of an enumeration is a key as good as a name. NumPy's scalars become Python's, which are
+equal to them and have the same hash.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
 
 from torchrec_checknrun.values.limits import LARGEST
+from torchrec_checknrun.values.members import MEMBER, AbsentMember, decode_member, encode_member
 from torchrec_checknrun.values.plain_values import as_float
 
 MOST_NESTED = 8
@@ -58,6 +61,8 @@ def _encode(key: object, depth: int) -> dict[str, Any] | None:
     if isinstance(key, tuple) and type(key) is tuple and depth < MOST_NESTED:
         items = [_encode(_of_python(item), depth + 1) for item in key]
         return None if None in items else {"t": items}
+    if isinstance(key, (Enum, AbsentMember)) and (content := encode_member(key)) is not None:
+        return {MEMBER: content}
     return None
 
 
@@ -70,4 +75,6 @@ def _decode(node: object, depth: int) -> Any:
             return number
         if letter == "t" and isinstance(content, list):
             return tuple(_decode(item, depth + 1) for item in content)
+        if letter == MEMBER:
+            return decode_member(content)
     raise ValueError(f"{shown(node)} is not a key")

@@ -1,8 +1,8 @@
 """Encode small Python values of a state as JSON nodes, without pickle.
 
-Complex numbers, dtypes, devices, sizes, ranges, slices, paths, dates and times each become a node
-of one field, named after the type, and decode to exactly that type. Sets become lists of nodes in
-an order that is the same in every process.
+Complex numbers, dtypes, devices, sizes, ranges, slices, paths, dates, times and members of
+enumerations each become a node of one field, named after the type, and decode to exactly that type.
+Sets become lists of nodes in an order that is the same in every process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
+from enum import Enum
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from reprlib import repr as shown
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
 from torchrec_checknrun.values.limits import LARGEST
+from torchrec_checknrun.values.members import MEMBER, AbsentMember, decode_member, encode_member
 
 Node = dict[str, Any]
 
@@ -40,7 +42,7 @@ _PLAIN_LEAVES = (bool, int, str, float, type(None))
 _MEMBERS = (
     *(type(None), bool, int, float, complex, str, bytes, range),
     *(torch.dtype, torch.device, torch.Size, PurePath, np.generic, frozenset, tuple),
-    *(date, time, timedelta),
+    *(date, time, timedelta, Enum, AbsentMember),
 )
 """Types that a set may hold: their values still compare equal after a round trip."""
 
@@ -69,7 +71,7 @@ def encode_value(value: object) -> Node | None:
     Returns:
         None if the type of the value, or of a part, is not one of this module's.
     """
-    name = _NAMES.get(type(value))
+    name = MEMBER if isinstance(value, (Enum, AbsentMember)) else _NAMES.get(type(value))
     content = None if name is None else _FORMS[name].encode(value)
     return None if name is None or content is None else {name: content}
 
@@ -269,6 +271,7 @@ _FORMS = {
     "Path": _Form(type(Path()), str, _decode_path(Path)),
     "PurePosixPath": _Form(PurePosixPath, str, _decode_path(PurePosixPath)),
     "PureWindowsPath": _Form(PureWindowsPath, str, _decode_path(PureWindowsPath)),
+    MEMBER: _Form(Enum, encode_member, decode_member),
 }
 """The forms by the names of their nodes."""
 _NAMES = {form.kind: name for name, form in _FORMS.items()}

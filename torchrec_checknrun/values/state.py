@@ -74,9 +74,9 @@ def encode_state(
 
     Args:
         value: tensors, numpy arrays and scalars, bytes, str, int, float, complex, bool, None,
-            ``torch.dtype``, ``torch.device``, ``torch.Size``, paths, ranges, slices, dates and
-            times, and list, tuple, set, frozenset, deque or dict (keys see ``keys``) of them. Sets
-            are stored in sorted order.
+            ``torch.dtype``, ``torch.device``, ``torch.Size``, paths, ranges, slices, dates, times,
+            members of enumerations, and list, tuple, set, frozenset, deque or dict (keys see
+            ``keys``) of them. Sets are stored in sorted order.
         name: the object's name in errors.
         views: knows the bytes of tensors that were encoded before.
 
@@ -162,7 +162,8 @@ class _Encoder:
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't be stored without "
             "pickle: let state_dict() return tensors, numpy arrays, bytes, str, int, float, "
             "complex, bool, None, torch.dtype, torch.device, torch.Size, paths, ranges, slices (of "
-            "numbers), dates and times, or list, tuple, dict, set, deque of them"
+            "numbers), dates, times, members of an enumeration that its module holds, or list, "
+            "tuple, dict, set, deque of them"
         )
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Tree:
@@ -198,8 +199,8 @@ def _readable_key(key: object, path: str) -> str | int | Tree:
     found = key if type(key) is int else encode_key(key)
     if found is None:
         raise UnsupportedState(
-            f"{path} has the key {key!r}: dict keys must be str, int, float, bool, None or tuples "
-            "of them"
+            f"{path} has the key {key!r}: dict keys must be str, int, float, bool, None, members "
+            "of an enumeration or tuples of them"
         )
     return _readable(found, f"a key of {path}") if isinstance(found, int) else found
 

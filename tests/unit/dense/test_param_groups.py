@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
-from torchrec_checknrun import Checkpointer
+from torchrec_checknrun import Checkpointer, Images
 from torchrec_checknrun.dense.param_groups import set_option
 
 
@@ -75,3 +76,47 @@ def test_first_rates_that_are_tensors_stay_apart(tmp_path: Path) -> None:
         assert saver.restore() is not None
     assert restored.first == [torch.tensor(0.1)]
     assert restored.param_groups[0]["lr"] == torch.tensor(0.1) / 8
+
+
+class Norm(Enum):
+    SPECTRAL = 1
+    SIGN = 2
+
+
+class Scaled(torch.optim.SGD):
+    """A user's optimizer with an option, and state, that are members of an enumeration."""
+
+    def __init__(self, layers: nn.Module, norm: Norm) -> None:
+        super().__init__(layers.parameters(), lr=0.1, momentum=0.9)
+        for group in self.param_groups:
+            group["norm"] = norm
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's is overloaded
+        super().step(closure)
+        for parameter, state in self.state.items():
+            state["last"] = Norm.SIGN if parameter.dim() == 1 else Norm.SPECTRAL
+
+
+@pytest.mark.parametrize("survive", [None, Images()], ids=["checkpoint", "images"])
+def test_members_of_enumerations_come_back(tmp_path: Path, survive: Images | None) -> None:
+    layers = nn.Linear(3, 2)
+    optimizer = Scaled(layers, Norm.SIGN)
+    saver = Checkpointer(tmp_path, model=layers, state={"own": optimizer}, survive=survive)
+    saver.restore()
+    layers(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saver.step()
+    if survive is None:
+        saver.save()
+        saver.close()
+    else:
+        saver.__exit__(RuntimeError, RuntimeError("killed"), None)
+    again = nn.Linear(3, 2)
+    restored = Scaled(again, Norm.SPECTRAL)
+    with Checkpointer(tmp_path, model=again, state={"own": restored}, survive=survive) as saver:
+        report = saver.restore()
+        assert report is not None
+        assert report.step == 1
+    assert [group["norm"] for group in restored.param_groups] == [Norm.SIGN]
+    assert [state["last"] for state in restored.state.values()] == [Norm.SPECTRAL, Norm.SIGN]
