@@ -88,6 +88,10 @@ _Look = list[_Seen] | tuple[list[int], list[int]]
 """The result of a look at a kernel's memory; of a fused kernel's, addresses and versions."""
 
 
+_EARLY_UPDATES = 8
+"""Updates after each of which a process looks whether the program writes rows by hand, too."""
+
+
 class WriteWatch:
     """A watch on the memory of one kernel's tables that notices writes not announced.
 
@@ -106,7 +110,9 @@ class WriteWatch:
         read: recorded on a GPU once the rows of a checkpoint are copied out of it.
         streams: the streams on which the kernel works; None on a CPU.
         reads: copies rows out of a GPU for a checkpoint in progress; as ``copies``, look once.
-        spoils: whether such a write has come while rows were being copied.
+        spoils: whether such a write has come while rows were being copied, or more than once
+            between the first updates: rows are to be copied at the cut.
+        updates_to_look_at: updates that ``look_early`` is still to be called before.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
             then the next checkpoint holds all rows anyway.
     """
@@ -130,6 +136,8 @@ class WriteWatch:
         self.streams = None if device is None else KernelStreams(device, kernel)
         self.late: Callable[[], object] | None = None
         self._warned = self._by_hand = False
+        self.updates_to_look_at = _EARLY_UPDATES if self.streams is None else 0
+        self._found = self._between_updates = 0
         self.warns = False
         self._alive.add(self)
 
@@ -153,6 +161,7 @@ class WriteWatch:
         if self.journal is not None:
             self.journal.written()
         self._turn += 1
+        self._found += 1
         self._seen = now
         self._by_hand = self._by_hand or self.warns
         known = all(marks.all_marked() for marks in self.marks)
@@ -201,6 +210,17 @@ class WriteWatch:
             return
         self.spoils = True
         copies.copies.fail(self.written_outside())
+
+    def look_early(self) -> None:
+        """Look, before an update, for a program that writes rows by hand in each step, whose first
+        checkpoint would fail. What it has written before the first update is its start.
+        """
+        self.check()
+        if self.updates_to_look_at < _EARLY_UPDATES:
+            self._between_updates += self._found > 0
+        self._found = 0
+        self.updates_to_look_at -= 1
+        self.spoils = self.spoils or self._between_updates > 1
 
     def expect_writes(self) -> None:
         """Copy rows at the cut from now on, if the program has written some by hand."""

@@ -114,6 +114,8 @@ class KernelHook:
         if self.kernel.touches_other_rows:
             self._mark_whole()
             return
+        if self.writes.updates_to_look_at:
+            self.writes.look_early()
         self.writes.before_change()
         copies, journal = self.writes.copies, self.writes.journal
         if copies is not None:

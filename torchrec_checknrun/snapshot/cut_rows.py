@@ -48,7 +48,7 @@ def why_copied_at_cut(shard: TrackedShard) -> str | None:
     if kernel.touches_other_rows:
         return "its kernel changes rows that were not looked up"
     if shard.writes.spoils:
-        return "written outside of training while it was being saved"
+        return "the program writes rows outside of training"
     if not can_copy_on_write(shard.local.tensors):
         return "no compiled extension, or rows not in one piece"
     return None

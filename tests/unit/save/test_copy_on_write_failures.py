@@ -34,7 +34,7 @@ from tests.distributed.on_write import (
 )
 from tests.distributed.states import gather
 from tests.unit.save.test_broken_saves import refuse_threads
-from torchrec_checknrun import Quantization
+from torchrec_checknrun import Images, Quantization
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.run.waiting import await_save
 from torchrec_checknrun.save.save import Save
@@ -275,7 +275,7 @@ def test_a_write_by_hand_before_rows_are_surveyed(
     with pytest.raises(SaveFailed, match="were written outside of training"):
         saver.wait()
     reasons = saver.save().copied_at_cut.values()  # from now on
-    assert set(reasons) == {"written outside of training while it was being saved"}
+    assert set(reasons) == {"the program writes rows outside of training"}
     saver.close()
 
 
@@ -336,6 +336,40 @@ def test_tables_written_by_hand_in_each_step(
         report = saver.wait()
         assert report is not None
         assert len(report.copied_at_cut) == 2
+    saver.close()
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("survive", [None, Images()], ids=["heap", "images"])
+def test_the_first_checkpoint_of_rows_written_in_each_step(
+    tmp_path: Path, survive: Images | None, every: int
+) -> None:
+    """Copy them at the cut; not those that were written once, or before training."""
+    job = build()
+    saver = checkpointer(tmp_path, job, survive=survive)
+    weight = next(iter(job.model.state_dict().values())).local_shards()[0].tensor
+    weight.mul_(0.5)
+    saver.restore()
+    for step in range(1, 9):
+        job.train()
+        if step % every == 0:
+            weight[:5].clamp_(-1, 1)
+        saver.step()
+    with held_copiers() as held:
+        if every == 5:
+            held.hold()
+        saver.save(wait=False)
+        wanted = gather(job)
+        if every == 5:
+            held.wait()
+        else:
+            weight[:5].clamp_(-0.001, 0.001)
+        held.let_go()
+        report = saver.wait()
+    assert report is not None
+    reasons = {"the program writes rows outside of training"}
+    assert set(report.copied_at_cut.values()) == (reasons if every < 5 else set())
+    assert differences(tmp_path, wanted) == []
     saver.close()
 
 

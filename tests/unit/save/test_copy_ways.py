@@ -57,7 +57,7 @@ def write_outside(tracked: TrackedModel) -> None:
     [
         (move_weight, "not in one piece"),
         (move_states, "not in one piece"),
-        (write_outside, "written outside"),
+        (write_outside, "rows outside of training"),
     ],
 )
 def test_changes_are_noticed(
