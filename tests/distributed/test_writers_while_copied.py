@@ -44,6 +44,8 @@ class Writer(Job):
         self.replicas = sorted(t for t in plan if plan[t] == "data_parallel")
         self.saver = self.instants.saver
         self.folder = root
+        for watch in WriteWatch._alive:
+            watch.updates_to_look_at = 0  # else all that is written has rows copied at the cut
 
     def act(self, action: str) -> None:
         """Write by hand, or move all tables to shared memory."""

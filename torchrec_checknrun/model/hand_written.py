@@ -89,7 +89,9 @@ _Look = list[_Seen] | tuple[list[int], list[int]]
 
 
 _EARLY_UPDATES = 8
-"""Updates after each of which a process looks whether the program writes rows by hand, too."""
+"""The first updates, between which is looked whether the program writes rows by hand."""
+_OFTEN = 3
+"""Such looks with a write: no accident, even where two micro-batches make a step."""
 
 
 class WriteWatch:
@@ -110,8 +112,8 @@ class WriteWatch:
         read: recorded on a GPU once the rows of a checkpoint are copied out of it.
         streams: the streams on which the kernel works; None on a CPU.
         reads: copies rows out of a GPU for a checkpoint in progress; as ``copies``, look once.
-        spoils: whether such a write has come while rows were being copied, or more than once
-            between the first updates: rows are to be copied at the cut.
+        spoils: whether such a write has come while rows were being copied, or several between the
+            first updates: rows are to be copied at the cut.
         updates_to_look_at: updates that ``look_early`` is still to be called before.
         warns: whether to log the first write. Not before marks were first taken or cleared: until
             then the next checkpoint holds all rows anyway.
@@ -220,7 +222,7 @@ class WriteWatch:
             self._between_updates += self._found > 0
         self._found = 0
         self.updates_to_look_at -= 1
-        self.spoils = self.spoils or self._between_updates > 1
+        self.spoils = self.spoils or self._between_updates >= _OFTEN
 
     def expect_writes(self) -> None:
         """Copy rows at the cut from now on, if the program has written some by hand."""
