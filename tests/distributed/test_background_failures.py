@@ -46,6 +46,9 @@ def fail_and_go_on(root: str, plan: Plan, when: str, ends: str) -> list[Any]:
         assert running is not None
         assert running.known.wait(deadline - time.monotonic())
     job.train()
+    if ends == "step":
+        assert saver.step() is None  # the ranks hear together, at the next one
+        job.train()
     try:
         getattr(saver, ends)()
     except SaveFailed as error:

@@ -357,7 +357,6 @@ class Background:
             to.parent_content.failed()
             plan.end()
             _consolidate(save)
-            save.common_step.agree(self._ranks)
             save.finish(None, error)
         else:
             to.parent_content.committed(manifest)
@@ -367,10 +366,10 @@ class Background:
                 save.progress.encoded = writer.written.encoded_at - save.begun
                 save.progress.written = writer.written.written_at - save.begun
             _ = manifest.size  # cached here, lest the training thread's report compute it
-            save.common_step.agree(self._ranks)
             save.finish(manifest)
         finally:
             ring.abort()  # wakes a training thread that still stages
+            save.common_step.agree(self._ranks)
 
 
 def _keep_until_read(snapshot: Snapshot, reads: GpuReads) -> None:

@@ -15,6 +15,10 @@ from torchrec_checknrun.ranks import Ranks
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
+LEAD = 2
+"""Steps ahead, at first: one more than the next, so that training hardly ever waits for answers."""
+_MOMENT_SECONDS = 1.0
+
 
 class CommonStep:
     """One rank's view of the step after which all ranks hear of a save's outcome.
@@ -41,13 +45,20 @@ class CommonStep:
                 self._changed.wait()
             return self._agreed and (self._proposed is None or step >= self._proposed)
 
+    def settled(self) -> None:
+        """Hear that training has waited for the outcome, as it does on all ranks at once; wait for
+        the moment until the ranks have agreed, lest a process end in the midst.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._agreed, _MOMENT_SECONDS)
+
     def agree(self, ranks: Ranks) -> None:
         """Agree on the step in the background, once the outcome is known; a collective.
 
         Where a rank is lost, which ends training on the others as well, each hears at its next
         step.
         """
-        lead = 1
+        lead = LEAD
         try:
             while ranks.world_size > 1:
                 step = ranks.reduce(lambda: self._done, partial(_after, lead))
