@@ -68,6 +68,7 @@ class Passage:
     def wait_for_end(self) -> None:
         assert self.save is not None
         assert self.save.known.wait(PATIENCE), "the save does not end"
+        self.save.common_step.settled()  # so that the next step hears of it
 
 
 class Gate:

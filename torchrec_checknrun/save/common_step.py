@@ -15,8 +15,6 @@ from torchrec_checknrun.ranks import Ranks
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
-LEAD = 2
-"""Steps ahead, at first: one more than the next, so that training hardly ever waits for answers."""
 _MOMENT_SECONDS = 1.0
 
 
@@ -37,7 +35,7 @@ class CommonStep:
     def reached(self, step: int) -> bool:
         """Note in the training thread that a step is done; return whether to tell the outcome.
 
-        Waits where this very step is proposed, for the moment until all ranks have answered.
+        Waits where this very step is proposed, for the milliseconds until all ranks have answered.
         """
         with self._changed:
             self._done = step
@@ -58,7 +56,7 @@ class CommonStep:
         Where a rank is lost, which ends training on the others as well, each hears at its next
         step.
         """
-        lead = LEAD
+        lead = 1
         try:
             while ranks.world_size > 1:
                 step = ranks.reduce(lambda: self._done, partial(_after, lead))
