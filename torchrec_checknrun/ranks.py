@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from torchrec_checknrun.errors import CheckNRunError
@@ -104,6 +105,14 @@ class Ranks:
             _add_note(error, _ALONE)
             raise
         return values
+
+    def largest(self, value: int) -> int:
+        """Return the largest of the ranks' values, on all ranks."""
+        if self.world_size == 1:
+            return value
+        found = torch.tensor(value, dtype=torch.int64, device="cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return int(found)
 
     def on_all_ranks(self, act: Callable[[], T]) -> list[T]:
         """Run ``act`` on all ranks and return all results on all of them.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from functools import partial
 
 from torchrec_checknrun.ranks import Ranks
 
@@ -59,8 +58,8 @@ class CommonStep:
         lead = 1
         try:
             while ranks.world_size > 1:
-                step = ranks.reduce(lambda: self._done, partial(_after, lead))
-                if ranks.reduce(partial(self._propose, step), all):
+                step = ranks.largest(self._done) + lead
+                if not ranks.largest(not self._propose(step)):
                     break
                 self._withdraw()
                 lead *= 2
@@ -83,8 +82,3 @@ class CommonStep:
         with self._changed:
             self._proposed = None
             self._changed.notify_all()
-
-
-def _after(lead: int, done: list[int]) -> int:
-    """Return a step ahead of those that ranks have done."""
-    return max(done) + lead

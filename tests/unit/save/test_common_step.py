@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -19,23 +18,23 @@ class Meeting:
     """Ranks of threads, of which each reduction takes some time."""
 
     def __init__(self, world_size: int, pause: Callable[[], float]) -> None:
-        self.values: list[Any] = [None] * world_size
+        self.values = [0] * world_size
         self.barrier = threading.Barrier(world_size)
         self.pause = pause
 
     def rank(self, number: int) -> Ranks:
         ranks = Ranks.of(None)
         vars(ranks).update(rank=number, world_size=len(self.values))
-        vars(ranks)["reduce"] = lambda act, decide: self.reduce(number, act, decide)
+        vars(ranks)["largest"] = lambda value: self.largest(number, value)
         return ranks
 
-    def reduce(self, number: int, act: Callable[[], Any], decide: Callable[[Any], Any]) -> Any:
+    def largest(self, number: int, value: int) -> int:
         time.sleep(self.pause())
-        self.values[number] = act()
+        self.values[number] = value
         self.barrier.wait(10.0)
-        decided = decide(list(self.values))
+        found = max(self.values)
         self.barrier.wait(10.0)
-        return decided
+        return found
 
 
 def heard(common: CommonStep, first: int, pause: Callable[[], float]) -> int:
