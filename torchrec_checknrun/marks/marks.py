@@ -177,11 +177,17 @@ class Marks:
             self._take(share, (layer,))
 
     def give_back(self, share: Share) -> None:
-        """Mark the rows again that a cut took away, in addition to those marked since."""
+        """Mark the rows again that a cut took away, in addition to those marked since; where
+        updates are noted, for the next priority save as well.
+        """
         with self._lock:
-            for layer, bits in share.taken():
+            taken = share.taken()
+            for layer, bits in taken:
                 layer.bits |= bits
                 layer.leave(share)
+        for layer, bits in taken if self.noted is not None else ():
+            if bits & Consumer.LAST:
+                add_rows(self.live, layer.rows(Consumer.LAST), Consumer.PRIORITY)
 
     def hold(self, share: Share) -> None:
         """Keep the frozen marks apart from those that later cuts freeze, until ``drop`` or

@@ -20,6 +20,7 @@ from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.rank_file import FOOTER, MAGIC, rank_file_name, write_rank_file
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.memory.partial import PrioritySaves
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.store.folder import Folder
@@ -63,6 +64,25 @@ def test_rows_of_a_save_that_failed_are_part_of_the_next(
         "head.run.step-00000002": [1, 2, 3],
         "head.run.step-00000003": [4],
     }
+    saves.close(over=False)
+
+
+def test_rows_of_a_checkpoint_that_failed_are_part_of_the_next(
+    tracked: TrackedModel, tmp_path: Path
+) -> None:
+    root = Folder(tmp_path)
+    saves = PriorityRows(PrioritySaves(every_steps=2, fraction=1.0), root, 0, tracked)
+    marks = only(tracked, TALL).marks
+    saves.step(0, "head", "run")
+    marks.mark(torch.tensor([1, 2]))
+    saves.step(1, "head", "run")
+    cut = tracked.cut(Consumer.LAST)
+    marks.mark(torch.tensor([3]))
+    tracked.merge(cut)
+    saves.step(2, "head", "run")
+    assert saves._running is not None
+    saves._running.exception()
+    assert ids_in(root / ".priority" / "head.run.step-00000002") == [1, 2, 3]
     saves.close(over=False)
 
 
