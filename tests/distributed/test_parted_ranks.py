@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.distributed.models import Plan
 from tests.distributed.small_job import Workers, build, checkpointer, is_at, keep, save, where
 from tests.distributed.states import scramble
-from torchrec_checknrun import Consecutive, Publish
+from torchrec_checknrun import Checkpointer, Consecutive, Publish
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.save.local_part import LocalPart
 
@@ -23,6 +23,10 @@ SECONDS = 0.4
 def late(part: LocalPart, whole: Any = LocalPart.prepare) -> Any:
     time.sleep(3 * SECONDS)
     return whole(part)
+
+
+def is_parted(saver: Checkpointer) -> bool:
+    return saver._background_ranks.parted
 
 
 def goes_on(root: str, spec: dict[str, Any], plan: Plan) -> None:
@@ -46,11 +50,11 @@ def goes_on(root: str, spec: dict[str, Any], plan: Plan) -> None:
                     with pytest.raises(SaveFailed, match="the ranks have lost each other"):
                         saver.save()
             dist.barrier()
-            assert ranks.parted
+            assert is_parted(saver)
             if publishes:
                 assert saver.publish() is not None
             name = save(saver)
-            assert not ranks.parted
+            assert not is_parted(saver)
             keep(job, root, name)
             scramble(job)
             report = saver.restore()
