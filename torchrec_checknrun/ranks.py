@@ -36,6 +36,10 @@ _NOT_MADE = (
     "that don't train this model need a job of their own."
 )
 """A note to the store's error where the group is not made on all ranks."""
+_PARTED = (
+    "the ranks have lost each other: one has ended, or was waited for longer than timeout_seconds "
+    "allows, which the logs of the others tell"
+)
 
 
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -57,10 +61,17 @@ class Ranks:
 
     Args:
         timeout: how long a collective may wait for a rank that doesn't come.
+
+    Attributes:
+        parted: whether a collective has failed here: gloo has closed connections then, and all
+            later ones fail as well.
     """
+
+    parted = False
 
     def __init__(self, timeout: timedelta) -> None:
         self.group: dist.ProcessGroup | None = None
+        self._timeout = timeout
         if dist.is_available() and dist.is_initialized():
             try:
                 self.group = dist.new_group(backend="gloo", timeout=timeout)
@@ -74,6 +85,17 @@ class Ranks:
         ranks = cls.__new__(cls)
         ranks.group = group
         return ranks
+
+    def meet_again(self, parted: bool) -> None:
+        """Make the group anew if any rank was parted; a collective, while nobody uses the group.
+
+        Args:
+            parted: whether any rank was, the same on all of them.
+        """
+        if parted and self.group is not None:
+            before, self.group = self.group, dist.new_group(backend="gloo", timeout=self._timeout)
+            self.parted = False
+            dist.destroy_process_group(before)
 
     def close(self) -> None:
         """Release the group's threads and connections without waiting for other ranks; nobody may
@@ -102,6 +124,7 @@ class Ranks:
         try:
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
+            self.parted = True
             _add_note(error, _ALONE)
             raise
         return values
@@ -163,7 +186,7 @@ class Ranks:
             dist.broadcast_object_list(sent, group=self.group, group_src=0)
             return sent[0]
 
-        return _unpacked(own, _send(broadcast, decision))
+        return _unpacked(own, self._send(broadcast, decision))
 
     def reduce_scatter(self, act: Callable[[], T], decide: Callable[[list[T]], list[R]]) -> R:
         """Run ``act`` on all ranks, gather the results on rank 0, and scatter rank 0's answers.
@@ -186,7 +209,7 @@ class Ranks:
             dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
             return answer[0]
 
-        return _unpacked(own, _send(scatter, decision))
+        return _unpacked(own, self._send(scatter, decision))
 
     def _decide(self, own: T | _Failure, decide: Callable[[list[T]], R]) -> R | _Failure | None:
         """Gather the ranks' results and return rank 0's decision; None on other ranks."""
@@ -197,7 +220,7 @@ class Ranks:
         def gather(value: T | _Failure) -> None:
             dist.gather_object(value, gathered, group=self.group, group_dst=0)
 
-        _send(gather, _sendable(own))
+        self._send(gather, _sendable(own))
         if gathered is None:
             return None
         failures = {r: result for r, result in enumerate(gathered) if isinstance(result, _Failure)}
@@ -206,6 +229,28 @@ class Ranks:
         results = [result for result in gathered if not isinstance(result, _Failure)]
         decision = _sendable(_attempt(lambda: decide(results)))
         return _foremost({0: decision}) if isinstance(decision, _Failure) else decision
+
+    def _send(self, collective: Callable[[T | _Failure], R], value: T | _Failure) -> R:
+        """Send a value by a collective, or the error of a value that can't be pickled.
+
+        Collectives pickle before they communicate, so that no other rank notices the first try.
+
+        Raises:
+            RuntimeError: the other ranks can't be reached.
+        """
+        try:
+            return collective(value)
+        except Exception as failed:
+            try:
+                pickle.dumps(value)
+            except Exception as unsendable:
+                error = TypeError(
+                    f"a {type(value).__name__} can't be sent to other ranks: {unsendable!r}"
+                )
+            else:
+                self.parted = True
+                raise RuntimeError(f"{_PARTED} ({failed})") from failed
+        return collective(_sendable(_Failure(error)))
 
     def store(self) -> dist.Store | None:
         """Open a connection of its own to the ranks' key-value store; None for one rank alone.
@@ -262,25 +307,6 @@ def _sendable(result: T | _Failure) -> T | _Failure:
         return result
     trace = "".join(traceback.format_exception(result.error)).rstrip()
     return _Failure(picklable(result.error), trace)
-
-
-def _send(collective: Callable[[T | _Failure], R], value: T | _Failure) -> R:
-    """Send a value by a collective, or the error of a value that can't be pickled.
-
-    Collectives pickle before they communicate, so that no other rank notices the first try.
-    """
-    try:
-        return collective(value)
-    except Exception:
-        try:
-            pickle.dumps(value)
-        except Exception as unsendable:
-            error = TypeError(
-                f"a {type(value).__name__} can't be sent to other ranks: {unsendable!r}"
-            )
-        else:
-            raise
-    return collective(_sendable(_Failure(error)))
 
 
 def _unpacked(own: object, answer: T | _Failure | None) -> T:

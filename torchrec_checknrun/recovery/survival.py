@@ -28,6 +28,7 @@ from torchrec_checknrun.recovery.partial_recovery import LostRank, Side, meet
 from torchrec_checknrun.recovery.saves import Saves
 from torchrec_checknrun.restore.restore import Target
 from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.root.checkpoints import expect
 from torchrec_checknrun.root.retention import original_of
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder
@@ -151,6 +152,7 @@ class Survival:
             return None
         settle_buckets(self._options.model)
         found = self._ranks.on_all_ranks(image.look)
+        expect(self._options.root, {head for each in found for head in each.heads if head})
         decision, chain, passed_over = self._ranks.from_rank_0(
             lambda: decide_by_storage(found, self._options)
         )

@@ -26,6 +26,7 @@ from torchrec_checknrun.root.checkpoints import (
     find_checkpoints,
     find_forbidden,
     has_manifest,
+    names_in,
     read_manifest,
 )
 from torchrec_checknrun.store.folder import Folder
@@ -270,14 +271,14 @@ def newest(
         UnsupportedFormat: with ``resumes``, something newer is of a newer release.
     """
     for _ in range(_LOOKS):
-        names, claims = root.names(), cache(partial(read_claims, root))
+        names, claims = names_in(root), cache(partial(read_claims, root))
         chain, problems, absent = _newest(root, names, claims, unusable, answers, resumes)
         if chain is not None and not problems and not absent:
             return chain, problems
         if newer_epochs(root, claims().highest):
             continue  # others may count now
         # In this order: a writer that commits, then deletes is noticed by one or the other.
-        if root.names() == names and not any(has_manifest(root, name) for name in absent):
+        if names_in(root) == names and not any(has_manifest(root, name) for name in absent):
             return chain, problems if chain is not None else [*problems, *find_forbidden(root)]
     raise StorageFailed(
         errno.EBUSY,

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _RANK_FILE = re.compile(r"rank-[0-9]{5,}\.bin")
 _MOST_NAMED = 5
 """The most names that a description of a root lists."""
+_expected: dict[str, frozenset[str]] = {}
+"""By root, the newest checkpoints that this process knows of."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,25 @@ class Found:
     numbered: list[tuple[int, str]]
     damaged: dict[str, Exception]
     absent: set[str]
+
+
+def expect(root: Folder, ids: Iterable[str]) -> None:
+    """Remember the newest checkpoints of a root in place of older ones: some stores' listings lag
+    behind.
+
+    Args:
+        ids: of checkpoints that were committed, or may have been.
+    """
+    _expected[root.url.rstrip("/")] = frozenset(ids)
+
+
+def names_in(root: Folder) -> list[str]:
+    """Return the names in a root, sorted, with checkpoints that this process knows of and that are
+    there, though the listing lacks them.
+    """
+    names = root.names()
+    unlisted = _expected.get(root.url.rstrip("/"), frozenset()).difference(names)
+    return sorted([*names, *(id for id in unlisted if has_manifest(root, id))])
 
 
 def read_manifest(root: Folder, name: str) -> Manifest:

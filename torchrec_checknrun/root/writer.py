@@ -18,6 +18,7 @@ from torchrec_checknrun.root.chain import IGNORED, Chain, parent_among
 from torchrec_checknrun.root.checkpoints import (
     Listing,
     committed,
+    expect,
     files_problem,
     has_manifest,
     highest_sequence,
@@ -362,6 +363,7 @@ def commit(
     data = manifest.to_bytes()
     folder.put(MANIFEST_NAME, data, new=True)
     note_number(root, manifest.sequence)
+    expect(root, [manifest.id])
     # Between the last look and the put this process may have been stopped for hours.
     _require_files(root, manifest, "while it was committed")
     if folder.read(MANIFEST_NAME) != data:

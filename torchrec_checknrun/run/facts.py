@@ -44,6 +44,8 @@ class Facts:
     """The outcome of a compaction behind training, on rank 0; None: nothing new."""
     publishing: bool = False
     """True if a publication is still being written."""
+    parted: bool = False
+    """True if the background can't reach the other ranks from this one any more."""
 
 
 class Begun(Enum):

@@ -88,6 +88,7 @@ class Readiness:
         base: whether rows were written or moved here that marks don't tell of.
         previous: checksum of the last publication, as far as this rank knows.
         proposal: rank 0's; None on other ranks, and where rank 0 is held up.
+        parted: whether the background can't reach the other ranks any more.
     """
 
     step: int
@@ -95,6 +96,7 @@ class Readiness:
     base: bool
     previous: str | None
     proposal: Proposal | None
+    parted: bool
 
 
 class Publisher:
@@ -176,6 +178,7 @@ class Publisher:
             self._lineage.force_full()  # also for the next one, should this one fail
             proposal = proposal.as_full()
         self._schedule.saved()
+        self._background.ranks.meet_again(any(fact.parted for fact in facts))
         self._take(proposal, started)
         return True
 
@@ -250,7 +253,8 @@ class Publisher:
             widths = self._quantization.widths(rows)
             proposal = self._writer.propose(CheapChain(), self._quantization.width, widths, step)
         checksum = None if previous is None else previous.checksum
-        return Readiness(step, held, self._lineage.converted, checksum, proposal)
+        parted = self._background.ranks.parted
+        return Readiness(step, held, self._lineage.converted, checksum, proposal, parted)
 
     def _held_up(self) -> str | None:
         if self._saver.running is not None or self._saver.deferred:

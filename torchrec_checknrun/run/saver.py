@@ -159,9 +159,8 @@ class Saver:
         """Note that the model is in a checkpoint's state; see ``Lineage.restored``."""
         self.lineage.restored(found.chain, found.converted, found.forks)
         self.proposer.resolve()
-        tracked = self._target.tracked
-        manifests, quantization = found.chain.manifests, self.proposer.quantization
-        self._links.restored(manifests, found.references, tracked, quantization)
+        manifests, tracked = found.chain.manifests, self._target.tracked
+        self._links.restored(manifests, found.references, tracked, self.proposer.quantization)
         self._ranks.on_all_ranks(lambda: self.writer.restored(found.chain, found.known))
         self._last = self.lineage.report(Progress())
         self.proposer.fingerprint = None
@@ -236,6 +235,7 @@ class Saver:
         require_one_step(facts)
         if (refusal := self._refusal(step, facts, tell)) is not None:
             return refusal
+        self._background.ranks.meet_again(any(fact.parted for fact in facts))
         same_rows = facts[0].committed and not any(fact.modified for fact in facts)
         if same_rows and not self.proposer.is_changed():
             message = "step %d is committed already, as %s: nothing is saved"
@@ -262,7 +262,7 @@ class Saver:
             hangs=not busy and self._background.hangs,
             failed=self.outcomes.has_failure,
         )
-        return replace(facts, publishing=publishing)
+        return replace(facts, publishing=publishing, parted=self._background.ranks.parted)
 
     def _hear(self, facts: list[Facts]) -> None:
         """Go on from a compacted copy that rank 0 tells of, while no checkpoint is on its way."""

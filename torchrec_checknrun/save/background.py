@@ -103,6 +103,7 @@ class Background:
 
     Attributes:
         destination: where checkpoints go.
+        ranks: as given.
 
     Raises:
         TypeError, ValueError: the budget is not an int, or too small.
@@ -123,7 +124,7 @@ class Background:
         dense: DenseForm = "difference",
     ) -> None:
         self.destination = Destination(root, ParentContent(dense))
-        self._ranks = ranks
+        self.ranks = ranks
         self._kind = kind
         self.memory = SaveMemory(
             shared=kind == "process",
@@ -346,8 +347,8 @@ class Background:
             )
             plan.make_late_copies()
             if unite:
-                plan.unite(self._ranks)
-            manifest = save_checkpoint(self._ranks, writer, plan.prepare)
+                plan.unite(self.ranks)
+            manifest = save_checkpoint(self.ranks, writer, plan.prepare)
             if copies is not None:
                 copies.committed(manifest)
         except BaseException as error:

@@ -8,12 +8,15 @@ is an extra, without which a restore reads the storage.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from torchrec_checknrun.format.manifest import Manifest
+from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.format.rank_file import rank_file_name
 from torchrec_checknrun.memory.images import HostCopies
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.root.checkpoints import expect
 from torchrec_checknrun.shared_memory.space import require_space
 from torchrec_checknrun.store.copied_folder import CopiedFolder
 from torchrec_checknrun.store.folder import Folder
@@ -55,7 +58,8 @@ class HostFiles(OutgoingCopies):
             most=most,
             missing="copies are missing, and would be read from the storage",
         )
-        self._root, self._keep_hours, self._is_swept = root, wanted.keep_hours, False
+        self._root, self._keep_hours = root, wanted.keep_hours
+        self._is_used = self._is_swept = False
 
     def committed(self, manifest: Manifest) -> None:
         """Keep the copy of a committed checkpoint, and those of its chain; must not fail."""
@@ -88,6 +92,9 @@ class HostFiles(OutgoingCopies):
     def readable(self) -> CopiedFolder:
         """Return the root of the checkpoints, read from the copies of all ranks on this machine."""
         folders = folders_of_run(self.folder.path)
+        if not self._is_used:  # not later: this process knows of newer ones
+            self._is_used = True
+            expect(self._root, _newest(folders))
         return CopiedFolder(self._root, [folder.kept_path for folder in folders])
 
     def close(self, over: bool) -> None:
@@ -98,3 +105,10 @@ class HostFiles(OutgoingCopies):
         """
         if over:
             self.folder.remove()
+
+
+def _newest(folders: Iterable[CopiesFolder]) -> list[str]:
+    """Return the id of the newest checkpoint of which there are copies, if there are any."""
+    names = (path.name for folder in folders for path in folder.kept_path.glob("*"))
+    ids = [id for name in names if (id := parse_id(name)) is not None]
+    return [max(ids, key=lambda id: id.age).name] if ids else []
