@@ -134,7 +134,11 @@ class Ranks:
         if self.world_size == 1:
             return value
         found = torch.tensor(value, dtype=torch.int64, device="cpu")
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        try:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError:
+            self.parted = True
+            raise
         return int(found)
 
     def on_all_ranks(self, act: Callable[[], T]) -> list[T]:

@@ -370,7 +370,7 @@ class Background:
             save.finish(manifest)
         finally:
             ring.abort()  # wakes a training thread that still stages
-            save.common_step.agree(self._ranks)
+            save.common_step.agree(self.ranks)
 
 
 def _keep_until_read(snapshot: Snapshot, reads: GpuReads) -> None:

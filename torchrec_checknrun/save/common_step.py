@@ -57,7 +57,7 @@ class CommonStep:
         """
         lead = 1
         try:
-            while ranks.world_size > 1:
+            while ranks.world_size > 1 and not ranks.parted:
                 step = ranks.largest(self._done) + lead
                 if not ranks.largest(not self._propose(step)):
                     break
