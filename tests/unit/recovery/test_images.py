@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +62,23 @@ def test_before_any_checkpoint(lives: Lives) -> None:
     train(job, saver)
     assert differences(job, undisturbed(3)) == []
     assert saver.save().kind == "full"
+
+
+def test_random_numbers_go_on(lives: Lives) -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), np.random.random(), random.random()]
+
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    wanted = draw()
+    lives.die()
+    torch.manual_seed(9)
+    np.random.seed(9)
+    random.seed(9)
+    _, saver = lives.begin()
+    assert by_images(saver.restore())
+    assert draw() == wanted
 
 
 def test_right_after_a_start(lives: Lives) -> None:
