@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from torchrec_checknrun import row_sets
+from torchrec_checknrun.marks.layers import add_rows
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.row_sets import DoneRows, RowSet
 
 
 @settings(max_examples=examples(250), deadline=None)
 @given(
-    st.lists(st.sampled_from([0, 0, 1, 2, 3, 4, 128, 255]), max_size=200),
+    st.integers(0, 50).flatmap(lambda rows: st.binary(min_size=rows, max_size=rows)).map(list),
     st.sampled_from([1, 2, 128, 255]),
-    st.integers(1, 20),
+    st.sampled_from([1, 2, 3, 20]),
     st.sampled_from([8, 16, 1 << 20]),
     st.booleans(),
     st.data(),
@@ -52,6 +53,10 @@ def test_it_holds_what_the_marks_say(
         parts = [rows.positions(start, stop).tolist() for start, stop, _ in spans]
         assert [len(part) for part in parts] == [count for _, _, count in spans]
         part = rows.part(start, stop)
+        others = torch.full((len(marks),), 4, dtype=torch.uint8)
+        add_rows(others, rows, 2)
+    assert (others - 4).nonzero()[:, 0].tolist() == wanted.tolist()
+    assert set(others.tolist()) <= {4, 6}
     assert [i for part in parts for i in part] == wanted.tolist()
     assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
     assert all(1 <= len(part) <= size for part in parts)

@@ -23,7 +23,7 @@ from torchrec_checknrun.delta.grid import (
     Grid,
     Kind,
 )
-from torchrec_checknrun.delta.layout import is_verbatim, stands_alone
+from torchrec_checknrun.delta.layout import is_verbatim
 from torchrec_checknrun.delta.payload import join, split, symbols_of
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "apply",
     "encode",
     "encode_grid",
-    "has_links",
     "values_of",
     "verbatim",
 ]
@@ -146,14 +145,3 @@ def _keep_nans(rows: Grid, exact: np.ndarray, values: torch.Tensor) -> None:
         bits = exact[found].astype(np.float16).view(np.int16)
     narrow = values.view(torch.int16).numpy()
     narrow[found] = np.where(np.isnan(exact[found]), bits, narrow[found])
-
-
-def has_links(payload: torch.Tensor, rows: int, dim: int) -> bool:
-    """Return whether any row of a payload is a difference to a predecessor.
-
-    Raises:
-        ValueError: no encoder writes such a payload.
-    """
-    symbols = symbols_of(payload, rows)
-    kernel.stream_sizes(symbols, dim)
-    return not bool(stands_alone(symbols).all())

@@ -11,6 +11,8 @@ import torch
 from hypothesis import strategies as st
 
 from torchrec_checknrun.delta import kernel
+from torchrec_checknrun.delta.layout import stands_alone
+from torchrec_checknrun.delta.payload import symbols_of
 from torchrec_checknrun.delta.rows import EXACT, LEAST_EXPONENT, MOST_EXPONENT, Grid, encode
 from torchrec_checknrun.native import has_extension
 
@@ -91,3 +93,14 @@ def copy_of(rows: Grid) -> Grid:
 def part_of(rows: Grid, chosen: np.ndarray | slice, columns: slice = slice(None)) -> Grid:
     """Return some rows and columns."""
     return Grid(rows.kind[chosen], rows.exponent[chosen], rows.codes[chosen][:, columns])
+
+
+def has_links(payload: torch.Tensor, rows: int, dim: int) -> bool:
+    """Return whether any row of a payload is a difference to a predecessor.
+
+    Raises:
+        ValueError: no encoder writes such a payload.
+    """
+    symbols = symbols_of(payload, rows)
+    kernel.stream_sizes(symbols, dim)
+    return not bool(stands_alone(symbols).all())

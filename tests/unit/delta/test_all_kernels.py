@@ -21,6 +21,7 @@ from tests.unit.delta.draw import (
     drawn_predecessors,
     drawn_rows,
     drawn_steps,
+    has_links,
     part_of,
     same,
     using,
@@ -33,7 +34,6 @@ from torchrec_checknrun.delta.rows import (
     apply,
     encode,
     encode_grid,
-    has_links,
     values_of,
 )
 

@@ -17,13 +17,14 @@ from tests.unit.delta.draw import (
     drawn_predecessors,
     drawn_rows,
     drawn_steps,
+    has_links,
     same,
     using,
 )
 from tests.unit.fuzz import bounded_memory, change_bytes
 from torchrec_checknrun.delta import payload as payloads
 from torchrec_checknrun.delta.layout import ALONE, FARTHER, PLANES, VERBATIM, stream_sizes
-from torchrec_checknrun.delta.rows import MOST_CODE, Grid, Kind, apply, encode, has_links
+from torchrec_checknrun.delta.rows import MOST_CODE, Grid, Kind, apply, encode
 
 
 def tensor(data: bytes | bytearray) -> torch.Tensor:

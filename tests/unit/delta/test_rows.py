@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.unit.chains import same_bits
+from tests.unit.delta.draw import has_links
 from tests.unit.delta.plain import PlainRow, expected, row_of, same_rows
 from torchrec_checknrun.delta.rows import (
     EXACT,
@@ -19,7 +20,6 @@ from torchrec_checknrun.delta.rows import (
     apply,
     encode,
     encode_grid,
-    has_links,
     values_of,
     verbatim,
 )

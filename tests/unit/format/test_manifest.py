@@ -192,6 +192,15 @@ def test_content_decides_the_checksum() -> None:
     assert replace(EXAMPLE, checksum="").sealed().checksum == EXAMPLE.checksum
 
 
+@pytest.mark.parametrize("change", [{"step": -1}, {"kind": "full"}, {"id": "../elsewhere"}])
+def test_what_readers_would_refuse_is_not_written(change: dict[str, Any]) -> None:
+    made = replace(EXAMPLE, **change)
+    with pytest.raises(CorruptCheckpoint):
+        parse_manifest(rewritten(change), "here")
+    with pytest.raises(ValueError, match=r"."):
+        made.to_bytes()
+
+
 def test_every_flipped_bit_is_detected() -> None:
     data = EXAMPLE.to_bytes()
     for place in range(len(data)):

@@ -16,6 +16,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from tests.unit.tracked_model import Model, modified, train
 from torchrec_checknrun.dense.optimizers import is_same_memory
+from torchrec_checknrun.marks.intervals import IntervalClock, KeptMarks
 from torchrec_checknrun.marks.marks import Marks, PendingRows
 from torchrec_checknrun.model.hooks import DataParallelHook
 from torchrec_checknrun.tracking import TrackedModel, track
@@ -170,9 +171,23 @@ def test_ids_of_a_batch_that_is_overwritten_before_the_step(replicas: nn.Module)
     tracked.close()
 
 
+def test_gradients_wait_for_their_step(replicas: nn.Module) -> None:
+    optimizer = torch.optim.Adagrad(replicas.parameters(), lr=0.1)
+    tracked = track(replicas, [optimizer])
+    waiting = [tracked.waiting]
+    for act in (lambda: None, optimizer.zero_grad, lambda: None, optimizer.step):
+        train(replicas, a=[[3]], shared=[[4]])
+        act()
+        waiting.append(tracked.waiting)
+    assert waiting == [False, True, False, True, False]
+    assert modified(tracked)["wide"] == [3]
+    tracked.close()
+
+
 @pytest.mark.parametrize("count", [1, 60, 5000, 20000])
 def test_pending_rows_are_kept_as_ids_or_marks(count: int) -> None:
     marks = Marks(50, torch.device("cpu"))
+    marks.kept = KeptMarks(torch.zeros(51, dtype=torch.uint8), IntervalClock(7))
     pending = PendingRows(marks)
     assert not pending
     ids = torch.arange(count) % 40
@@ -186,6 +201,7 @@ def test_pending_rows_are_kept_as_ids_or_marks(count: int) -> None:
     pending.mark()
     assert not pending
     assert marks.live.nonzero()[:, 0].tolist() == sorted(set(ids.tolist()))
+    assert torch.equal(marks.kept.rows, (marks.live != 0) * 7)
     marks.live.zero_()
     pending.mark()
     assert not marks.live.any()

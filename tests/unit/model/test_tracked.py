@@ -215,6 +215,22 @@ class TestMarks:
         tracked.close()
 
 
+def test_a_write_is_told_of_unless_all_rows_count_anyway(
+    tracked: TrackedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    tall = only(tracked, TALL)
+    tracked.clear()
+    for marks in tall.writes.marks:
+        marks.mark_all()
+    tall.local.weight.add_(1)
+    tracked.check_writes()
+    assert caplog.text == ""
+    tracked.clear()
+    tall.local.weight.add_(1)
+    assert modified(tracked)["tall"] == [*range(ROWS)]
+    assert "written outside of training" in caplog.text
+
+
 def test_a_tracker_does_not_keep_a_closed_model_alive() -> None:
     """Drop models in one process, as sweeps and notebooks do: the registries are weak."""
     from weakref import ref

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
 from tests.distributed.states import gather
 from tests.unit.run.jobs import checkpointer, make_job, restored, train
-from tests.unit.run.lives import Lives, a_shard, by_images, differences, undisturbed
-from torchrec_checknrun import Images
+from tests.unit.run.lives import Lives, a_shard, by_images, differences, image_of, undisturbed
+from torchrec_checknrun import Checkpointer, Consecutive, Images
+from torchrec_checknrun.marks import intervals
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
+from torchrec_checknrun.tracking import Consumer
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
     pytest.mark.skipif(not has_extension(), reason="the extension was not built"),
 ]
+
+
+def modified(saver: Checkpointer) -> dict[str, list[int]]:
+    """Return the rows since the last checkpoint."""
+    rows = saver._target.tracked.modified_rows(Consumer.LAST)
+    return {table: ids.tolist() for table, ids in rows.items()}
 
 
 def test_the_next_step_is_that_of_a_run_without_a_failure(lives: Lives) -> None:
@@ -51,6 +62,23 @@ def test_before_any_checkpoint(lives: Lives) -> None:
     train(job, saver)
     assert differences(job, undisturbed(3)) == []
     assert saver.save().kind == "full"
+
+
+def test_random_numbers_go_on(lives: Lives) -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), np.random.random(), random.random()]
+
+    job, saver = lives.begin()
+    saver.restore()
+    train(job, saver, 2)
+    wanted = draw()
+    lives.die()
+    torch.manual_seed(9)
+    np.random.seed(9)
+    random.seed(9)
+    _, saver = lives.begin()
+    assert by_images(saver.restore())
+    assert draw() == wanted
 
 
 def test_right_after_a_start(lives: Lives) -> None:
@@ -362,3 +390,32 @@ def test_a_program_that_tries_again_after_an_error_goes_on(lives: Lives) -> None
         assert differences(job, undisturbed(2)) == []
         train(job, saver, 2)
         assert differences(job, undisturbed(4)) == []
+
+
+def test_numbers_of_intervals_are_given_out_again(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Save more checkpoints than a byte counts; a life that follows marks what the last one did."""
+    monkeypatch.setattr(intervals, "_MOST", 4)
+    job, saver = lives.begin(policy=Consecutive())
+    saver.restore()
+    for _ in range(7):
+        train(job, saver)
+        saved = saver.save()
+        descent = image_of(saver)._descent
+        assert (descent.known.head, descent.known.attempts) == (saved.id, ())
+        assert descent.clock.interval <= 4
+        assert max(int(kept.rows.max()) for kept in descent.kept) <= 4
+    train(job, saver)
+    wanted = modified(saver)
+    lives.die()
+    job, saver = lives.begin(policy=Consecutive())
+    report = saver.restore()
+    assert by_images(report)
+    assert report is not None
+    assert report.id == saved.id
+    assert modified(saver) == wanted
+    train(job, saver)
+    assert saver.save().kind == "differential"
+    saver.close()
+    assert restored(lives.root, undisturbed(9)) == []

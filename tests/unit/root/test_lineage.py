@@ -92,6 +92,23 @@ def test_the_first_is_full(policy: Policy) -> None:
     assert run.lineage.history == ()
 
 
+def test_a_checkpoint_names_its_writer_and_lineage() -> None:
+    run = Run(Full())
+    header = run.lineage.propose(Full(), None, {"t": EXACT}, 10, 1, epoch=7).header
+    assert (header.epoch, header.lineage) == (7, run.lineage.id)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_only_a_run_that_goes_on_holds_what_it_restored(forks: bool) -> None:
+    """After a return to an older checkpoint, one of the same step says that the run goes on."""
+    run, again = Run(Full()), Run(Full())
+    saved = replace(run.save(), lineage=run.lineage.id).sealed()
+    again.lineage.restored(Chain((saved,)), converted=False, forks=forks)
+    assert (again.lineage.id == saved.lineage) is not forks
+    assert again.lineage.holds(saved.step, {"t": EXACT}) is not forks
+    assert not again.lineage.holds(saved.step + 1, {"t": EXACT})
+
+
 def test_ids_are_of_one_attempt_only() -> None:
     run = Run(Full())
     proposals = [run.lineage.propose(Full(), None, {"t": EXACT}, 10, 1, 1) for _ in range(20)]

@@ -398,6 +398,9 @@ def test_more_saves_than_generations(tmp_path: Path, monkeypatch: pytest.MonkeyP
             else:
                 held.let_go()
                 was_on_write(saver.wait())
+    memory = saver._saver._background.memory.on_write
+    assert memory is not None
+    assert {0, 1, 2, 3} >= {states.generation for states in memory._states.values()}
     wanted = gather(job)
     saver.save()
     saver.close()

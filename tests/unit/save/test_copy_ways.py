@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.tracked_model import TALL, make_model, only
+from torchrec_checknrun.model import kernels
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.save.copy_ways import CopyWays
 from torchrec_checknrun.tracking import TrackedModel, track
@@ -72,6 +73,17 @@ def test_changes_are_noticed(
     assert why in str(after[tracked.shards.index(tall)].at_cut)
     for shard, old, new in zip(tracked.shards, before, after, strict=True):
         assert (new is old) == (shard.writes is not tall.writes)
+
+
+def test_tables_of_which_other_rows_change_are_copied_at_the_cut(
+    tracked: TrackedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No hook announces these rows, so none would copy them before they change."""
+    monkeypatch.setattr(kernels, "_TOUCHES_LOOKED_UP_ROWS_ONLY", frozenset())
+    other = track(make_model())
+    ways = CopyWays(later=True, on_write=True).of(other.shards)
+    assert {way.at_cut for way in ways} == {"its kernel changes rows that were not looked up"}
+    other.close()
 
 
 def test_a_shard_that_has_come_again_is_looked_at_again(tracked: TrackedModel) -> None:

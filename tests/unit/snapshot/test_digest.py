@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.unit.entries import fields
+from torchrec_checknrun.dense.wrappers import OF_EACH_RANK
 from torchrec_checknrun.format.chunk import EncodedChunk, state_chunk
+from torchrec_checknrun.format.entries import BlockEntry
 from torchrec_checknrun.snapshot.digest import Digest
 from torchrec_checknrun.values.state import encode_state
 
@@ -70,6 +73,8 @@ def test_staged_content_has_the_same_digest() -> None:
         ({"a": np.float64(1)}, {"a": np.array(1.0)}, ["a"]),
         ({"a": b"x"}, {"a": b"y"}, ["a"]),
         ({"a": [0] * 9000}, {"a": [0] * 8999 + [1]}, ["a[8192]"]),
+        ({"a": [1, torch.zeros(2)]}, {"a": [1, torch.ones(2)]}, ["a[1]"]),
+        ({"a": [torch.zeros(2), None]}, {"a": [torch.ones(2), None]}, ["a[0]"]),
     ],
 )
 def test_what_differs_is_named(one: Any, other: Any, named: list[str]) -> None:
@@ -77,6 +82,38 @@ def test_what_differs_is_named(one: Any, other: Any, named: list[str]) -> None:
     mine, theirs = digest_of(first), digest_of(second)
     assert mine.whole != theirs.whole
     assert set(named) >= set(mine.differing(theirs, fields(first)["tree"])) != set()
+
+
+def test_bytes_of_other_chunks_than_states_count() -> None:
+    entry = BlockEntry(path=("a",), dtype="float32", size=(2,), part=((0, 2),), shard=((0, 2),))
+    one, same, other = (Digest.of(entry, [b"1234", last]) for last in (b"5678", b"5678", b"5679"))
+    assert one == same
+    assert one.whole != other.whole
+    assert one.alike != other.alike
+    assert Digest.of(replace(entry, path=("b",)), [b"12345678"]).whole != one.whole
+
+
+@pytest.mark.parametrize(
+    ("change", "counts", "must_be_alike"),
+    [
+        ({"state": {"weight": torch.ones(2)}}, True, True),
+        ({"wrappers": {"optimizer": {"scale": 2.0, OF_EACH_RANK: 1.0}}}, True, False),
+        ({"wrappers": {"optimizer": {"scale": 1.0, OF_EACH_RANK: 2.0}}}, False, False),
+        ({"state": {"weight": torch.zeros(2), OF_EACH_RANK: 2.0}}, True, True),
+    ],
+)
+def test_what_ranks_may_have_of_their_own(
+    change: dict[str, Any], counts: bool, must_be_alike: bool
+) -> None:
+    """Overlook a rank's own norm of gradients; let wrappers, and nothing else, differ."""
+    optimizer: dict[str, Any] = {
+        "state": {"weight": torch.zeros(2)},
+        "param_groups_of": [""],
+        "wrappers": {"optimizer": {"scale": 1.0, OF_EACH_RANK: 1.0}},
+    }
+    one, other = (digest_of(chunk_of(value)) for value in (optimizer, {**optimizer, **change}))
+    assert (one.whole != other.whole) == counts
+    assert (one.alike != other.alike) == must_be_alike
 
 
 def test_a_digest_is_small() -> None:
