@@ -1,4 +1,4 @@
-"""Keep copies of one rank's files in another rank's shared memory.
+"""The tier between: copies of one rank's files in another rank's shared memory.
 
 A copy is the very bytes of the rank's file in the storage, with their checksums. A copy appears by
 a rename, so that a kill leaves none or all of it.
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from torchrec_checknrun.errors import CheckNRunError
+from torchrec_checknrun.format.names import parse_id
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tiers.exchange import PIECE
 from torchrec_checknrun.tiers.own_check import check_rank_file
+from torchrec_checknrun.tiers.tier import NotHeld, Piece, Version
 
 _PART = ".part"
-
-
-class NotHeld(Exception):
-    """A copy that is missing, or not whole; the reason as text."""
 
 
 class IncomingCopy:
@@ -36,7 +35,7 @@ class IncomingCopy:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(f"{path}{_PART}", flags, 0o600)
 
-    def write(self, piece: bytes | memoryview) -> None:
+    def write(self, piece: Piece) -> None:
         """Append bytes."""
         left = memoryview(piece)
         while len(left):
@@ -66,6 +65,17 @@ class PeerTier:
     def __init__(self, folder: Path, file: str) -> None:
         self._folder, self._file = folder, file
 
+    def put(self, version: Version, pieces: Iterable[Piece]) -> None:
+        """Keep a copy of the rank's file of a checkpoint; see ``Tier``."""
+        copy = self.receive(version.id)
+        try:
+            for piece in pieces:
+                copy.write(piece)
+        except BaseException:
+            copy.drop()
+            raise
+        copy.keep()
+
     def receive(self, id: str) -> IncomingCopy:
         """Begin a copy whose pieces come one after the other.
 
@@ -77,6 +87,20 @@ class PeerTier:
     def path(self, id: str) -> Path:
         """Return where the copy of a checkpoint's file is, or would be."""
         return self._folder / id / self._file
+
+    def newest(self) -> Version | None:
+        """Return the newest checkpoint of which there is a copy; see ``Tier``."""
+        found = [id for name in self.sizes() if (id := parse_id(name)) is not None]
+        newest = max(found, key=lambda id: id.age, default=None)
+        return None if newest is None else Version(newest.step, newest.name)
+
+    def get(self, version: Version) -> Iterator[memoryview]:
+        """Return a copy's bytes; see ``Tier``."""
+        size = self.verify(version.id)
+        return (
+            memoryview(self.read(version.id, at, min(PIECE, size - at)))
+            for at in range(0, size, PIECE)
+        )
 
     def verify(self, id: str) -> int:
         """Check all of a copy; return its bytes.

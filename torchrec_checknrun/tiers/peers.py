@@ -26,8 +26,9 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tiers.copies_folder import CopiesFolder
 from torchrec_checknrun.tiers.exchange import Move, exchange
 from torchrec_checknrun.tiers.outgoing import INDEXES, OutgoingCopies, logger
-from torchrec_checknrun.tiers.peer_tier import IncomingCopy, NotHeld, PeerTier
+from torchrec_checknrun.tiers.peer_tier import IncomingCopy, PeerTier
 from torchrec_checknrun.tiers.placement import holders, machine_of
+from torchrec_checknrun.tiers.tier import NotHeld
 
 T = TypeVar("T")
 
