@@ -31,8 +31,6 @@ from torch.distributed import DistError, Store
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[int, FrameType | None], Any]
-
 EXIT_CODE = 128 + signal.SIGTERM
 """The exit code that a shell reports of a process ended by SIGTERM."""
 PATIENCE_SECONDS = 1.5
