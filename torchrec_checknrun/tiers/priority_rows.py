@@ -45,6 +45,7 @@ from torchrec_checknrun.tiers.own_check import read_own_chunks
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
 
+_LAST, _PRIORITY = int(Consumer.LAST), int(Consumer.PRIORITY)
 _SUMS = "momentum1"
 _EXACT = TableEncoding(Exact())
 
@@ -93,7 +94,7 @@ class PriorityRows:
         """
         self._since = None
         for shard in self._local():
-            shard.marks.live.bitwise_and_(~int(Consumer.PRIORITY) & 255)
+            shard.marks.live.bitwise_and_(~_PRIORITY & 255)
         self._after = step  # not yet: the root may be a live run's, and these its newest
 
     def step(self, step: int, head: str | None, run: str) -> None:
@@ -135,13 +136,18 @@ class PriorityRows:
         return [shard for shard in self._tracked.shards if not shard.local.replicated]
 
     def _begin(self, head: str | None) -> None:
-        """Count from now on: the checkpoint has all rows as they were."""
-        self._since, self._taken = head, []
+        """Count from now on: the checkpoint has all rows as they were at its cut. What was saved
+        since then goes with the checkpoint before, and is saved again.
+        """
+        before, self._since, self._taken = self._since, head, []
         for shard in self._shards:
             shard.marks.noted = None
         self._shards = self._local()
         self._priorities = {}
         for at, shard in enumerate(self._shards):
+            if before is not None:
+                live = shard.marks.live
+                live.bitwise_or_((live.bitwise_and(_LAST) != 0).to(live.dtype) * _PRIORITY)
             rows = shard.local.rectangle.rows
             if rows:
                 capacity = max(1, int(self._wanted.fraction * rows))
@@ -155,21 +161,21 @@ class PriorityRows:
         running = self._running
         if running is not None and (running.exception() or not running.result()):
             for marks, rows in taken:
-                marks.live[rows] = marks.live[rows] | int(Consumer.PRIORITY)
+                marks.live[rows] = marks.live[rows] | _PRIORITY
 
     def _take(self) -> Iterator[_Chunk]:
         """Choose and copy rows: all that were modified, or so many of the highest priority."""
         for at, priority in self._priorities.items():
             shard = self._shards[at]
             live = shard.marks.live
-            marked = live.bitwise_and(int(Consumer.PRIORITY)) != 0
+            marked = live.bitwise_and(_PRIORITY) != 0
             chosen = priority.take()
             if int(marked.sum()) > priority.capacity:
                 rows = chosen[marked[chosen]].sort().values
             else:
                 rows = marked.nonzero().reshape(-1)
             self._taken.append((shard.marks, rows))
-            live[rows] = live[rows] & (~int(Consumer.PRIORITY) & 255)
+            live[rows] = live[rows] & (~_PRIORITY & 255)
             yield from _chunks(shard.local, rows)
 
     def _write(self, name: str, head: str, chunks: Sequence[_Chunk]) -> bool:

@@ -86,6 +86,29 @@ def test_rows_of_a_checkpoint_that_failed_are_part_of_the_next(
     saves.close(over=False)
 
 
+def test_rows_saved_between_a_cut_and_its_commit_are_saved_again(
+    tracked: TrackedModel, tmp_path: Path
+) -> None:
+    root = Folder(tmp_path)
+    saves = PriorityRows(PrioritySaves(every_steps=1, fraction=1.0), root, 0, tracked)
+    marks = only(tracked, TALL).marks
+
+    def step(number: int, head: str, *rows: int) -> list[int]:
+        marks.mark(torch.tensor(rows, dtype=torch.int64))
+        saves.step(number, head, "run")
+        assert saves._running is not None
+        saves._running.exception()
+        return ids_in(root / ".priority" / f"{head}.run.step-{number:08d}")
+
+    saves.step(0, "old", "run")
+    assert step(1, "old", 1, 2) == [1, 2]
+    cut = tracked.cut(Consumer.LAST)
+    assert step(2, "old", 3) == [3]
+    tracked.forget(cut)
+    assert step(3, "new", 4) == [3, 4]
+    saves.close(over=False)
+
+
 def test_a_replaced_run_leaves_those_of_the_run_that_has_replaced_it(
     tracked: TrackedModel, tmp_path: Path
 ) -> None:
