@@ -118,6 +118,7 @@ def test_a_replaced_run_leaves_those_of_the_run_that_has_replaced_it(
     marks = only(tracked, TALL).marks
 
     def save(saves: PriorityRows, head: str, run: str, step: int) -> None:
+        tracked.forget(tracked.cut(Consumer.LAST))  # by the head
         saves.step(step - 1, head, run)
         marks.mark(torch.tensor([step]))
         saves.step(step, head, run)
