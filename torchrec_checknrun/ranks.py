@@ -86,13 +86,9 @@ class Ranks:
         ranks.group = group
         return ranks
 
-    def meet_again(self, parted: bool) -> None:
-        """Make the group anew if any rank was parted; a collective, while nobody uses the group.
-
-        Args:
-            parted: whether any rank was, the same on all of them.
-        """
-        if parted and self.group is not None:
+    def meet_again(self) -> None:
+        """Make the group anew where any rank was ``parted``; a collective, while nobody uses it."""
+        if self.group is not None:
             before, self.group = self.group, dist.new_group(backend="gloo", timeout=self._timeout)
             self.parted = False
             dist.destroy_process_group(before)

@@ -37,7 +37,7 @@ def goes_on(root: str, spec: dict[str, Any], plan: Plan) -> None:
         ranks = saver._background_ranks
         for publishes in (False, True):
             ranks._timeout = timedelta(seconds=SECONDS)
-            ranks.meet_again(True)
+            ranks.meet_again()
             ranks._timeout = timedelta(seconds=60)
             job.train()
             saver.step()

@@ -178,7 +178,8 @@ class Publisher:
             self._lineage.force_full()  # also for the next one, should this one fail
             proposal = proposal.as_full()
         self._schedule.saved()
-        self._background.ranks.meet_again(any(fact.parted for fact in facts))
+        if any(fact.parted for fact in facts):
+            self._background.ranks.meet_again()
         self._take(proposal, started)
         return True
 

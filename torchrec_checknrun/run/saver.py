@@ -235,7 +235,8 @@ class Saver:
         require_one_step(facts)
         if (refusal := self._refusal(step, facts, tell)) is not None:
             return refusal
-        self._background.ranks.meet_again(any(fact.parted for fact in facts))
+        if any(fact.parted for fact in facts):
+            self._background.ranks.meet_again()
         same_rows = facts[0].committed and not any(fact.modified for fact in facts)
         if same_rows and not self.proposer.is_changed():
             message = "step %d is committed already, as %s: nothing is saved"
@@ -299,8 +300,7 @@ class Saver:
     def settle(self, wait: bool, step: int = 0) -> None:
         """Note the outcome of the checkpoint in the background: wait, or look after a step.
 
-        Marks of a checkpoint that was not committed are merged back here, since only the training
-        thread may write marks.
+        Marks of one that failed are merged back here: only the training thread may write marks.
         """
         save, self._waited = self._running, 0.0
         if save is None or not (wait or save.is_heard(step)):

@@ -36,7 +36,6 @@ def await_save(save: Save, seconds: float | None = None) -> None:
         silent = time.monotonic() - max(started, save.patience.heard)
         if silent > limit:
             save.give_up(_given_up(save, silent), force=silent > 2 * limit)
-    save.common_step.settled()
 
 
 def await_at_exit(save: Save) -> None:

@@ -97,11 +97,12 @@ class Save:
             self.thread.join(_LEAVE_SECONDS)
 
     def result(self) -> Manifest:
-        """Return the manifest of a save that is ``done``.
+        """Return the manifest of a save that is ``done``, once the ranks have agreed when to hear.
 
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan …: the checkpoint was not committed.
         """
+        self.common_step.settled()
         if self._error is not None:
             _raise_as_failed(self._error, self.proposal.header.step)
         assert self._manifest is not None
