@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_checknrun.dense.optimizers import torch_optimizers
 from torchrec_checknrun.dense.tree import (
     HOOKS,
     Key,
@@ -343,3 +345,37 @@ def _dicts(tree: Tree | None) -> Iterator[tuple[str | int, dict[str | int, Tree]
 def _blank(node: Tree) -> torch.Tensor | None:
     """Return a tensor to load a stored one into; None for any other value."""
     return torch.zeros(node["shape"], dtype=TORCH_DTYPES[node["dtype"]]) if "x" in node else None
+
+
+class Layouts:
+    """The order in memory of the state of the optimizers that an object is or holds, which is about
+    to load some of it, perhaps.
+
+    Fused kernels walk through the memory of a parameter and its state side by side.
+    """
+
+    def __init__(self, holder: object) -> None:
+        self._holder = holder
+        self._known = {
+            (id(parameter), name): (weakref.ref(value), torch.empty_like(value, device="meta"))
+            for parameter, _, name, value in self._state()
+        }
+
+    def restore(self) -> None:
+        """Lay out tensors in the places of others as these were, or else as their parameter, which
+        their first step would do. Those that are still there may be parts of a larger buffer.
+        """
+        for parameter, state, name, value in self._state():
+            before, like = self._known.get((id(parameter), name), (lambda: None, parameter))
+            if before() is not value:
+                state[name] = laid_out_as(value, like)
+
+    def _state(self) -> Iterator[tuple[torch.Tensor, dict[Any, Any], Any, torch.Tensor]]:
+        holder = self._holder
+        inner = [each for _, each in inner_optimizers(holder)]
+        for optimizer in torch_optimizers([holder] if isinstance(holder, Optimizer) else inner):
+            for parameter, state in optimizer.state.items():
+                if isinstance(state, dict) and isinstance(parameter, torch.Tensor):
+                    for name, value in [*state.items()]:
+                        if type(value) is torch.Tensor and value.layout is torch.strided:
+                            yield parameter, state, name, value

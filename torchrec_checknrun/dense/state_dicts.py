@@ -27,7 +27,6 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
 from torchrec_checknrun.dense.checks import form_of
-from torchrec_checknrun.dense.optimizers import torch_optimizers
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.dense.tree import (
     WEIGHT,
@@ -35,7 +34,6 @@ from torchrec_checknrun.dense.tree import (
     Node,
     Parameter,
     fused_keys,
-    inner_optimizers,
     is_partitioned,
     is_semisync,
     names_table,
@@ -43,7 +41,6 @@ from torchrec_checknrun.dense.tree import (
 )
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.placements import laid_out_as
 from torchrec_checknrun.values.state import SHARDED
 
 logger = logging.getLogger(__name__)
@@ -294,23 +291,6 @@ def is_shown(state: Mapping[str, Any], form: References) -> bool:
     """Return whether all tensors of a parameter's state are in a user's own form."""
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     return bool(tensors) and all(tensor in form for tensor in tensors)
-
-
-def lay_out(holder: object) -> None:
-    """Lay out the state of the optimizers that an object is or holds, and has just loaded, in the
-    order in memory of its parameters, as their first step would.
-
-    Fused kernels walk through the memory of a parameter and its state side by side.
-    """
-    inner = [each for _, each in inner_optimizers(holder)]
-    held = [holder] if isinstance(holder, Optimizer) else inner
-    for optimizer in torch_optimizers(held):
-        for parameter, state in optimizer.state.items():
-            if not isinstance(state, dict) or not isinstance(parameter, torch.Tensor):
-                continue
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[name] = laid_out_as(value, parameter)
 
 
 @contextmanager

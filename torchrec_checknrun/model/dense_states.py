@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrec_checknrun.dense.first_state import LateStates
+from torchrec_checknrun.dense.first_state import LateStates, Layouts
 from torchrec_checknrun.dense.nested import NestedOptimizer
 from torchrec_checknrun.dense.optimizer import DenseOptimizer
 from torchrec_checknrun.dense.optimizers import handed_on, is_known, stepped_memory
 from torchrec_checknrun.dense.param_groups import GROUPS
 from torchrec_checknrun.dense.references import tensors_of
-from torchrec_checknrun.dense.state_dicts import lay_out
 from torchrec_checknrun.dense.steady import SteadyOptimizer
 from torchrec_checknrun.errors import CheckNRunError, SaveFailed, UnsupportedState
 from torchrec_checknrun.format.row_chunk import RowForms
@@ -66,7 +65,7 @@ class DenseStates:
         self._holders: dict[str, Any] = {n: s for n, s in found.items() if not is_known(s)}
         self._fitted: dict[str, NestedOptimizer] = {}
         self._late: list[LateStates] = []
-        self._loading: list[object] = []
+        self._loading: list[Layouts] = []
 
     def __contains__(self, name: object) -> bool:
         return name in self._states
@@ -130,10 +129,10 @@ class DenseStates:
         )
         fitted = {n: o.fit(trees[n], n, tables, skipped) for n, o in self._fitted.items()}
         for name in self._holders.keys() & trees.keys():
-            self._loading.append(self._holders[name])
             self._late.append(LateStates(self._holders[name], self._names(), self._sharded()))
             if self._late[-1].make(trees[name]):
                 fitted[name] = self._holders[name].state_dict()
+            self._loading.append(Layouts(self._holders[name]))
         return fitted
 
     def load(self, name: str, content: dict[str, Any]) -> None:
@@ -151,8 +150,8 @@ class DenseStates:
         """
         for name, optimizer in self._fitted.items():
             optimizer.finish(name)
-        for holder in self._loading:
-            lay_out(holder)
+        for layouts in self._loading:
+            layouts.restore()
 
     @contextmanager
     def fitted(self, undo: bool = False) -> Iterator[None]:

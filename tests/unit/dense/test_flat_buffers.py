@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import MultiplicativeLR
 
 from tests.distributed.optimizer_nests import FACTORIES, goes_on, layout
+from torchrec_checknrun import Checkpointer, Images
 
 
 class Flat(Optimizer):
@@ -39,6 +42,20 @@ class Flat(Optimizer):
             parameter.sub_(moment / (1 + self.norm), alpha=self.param_groups[0]["lr"])
 
 
+class Holding:
+    """A user's state object that holds the optimizer, and saves something else."""
+
+    def __init__(self, optimizer: Optimizer, _: object) -> None:
+        self.optimizer = optimizer
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
 @pytest.fixture
 def factory() -> Iterator[str]:
     FACTORIES["flat"] = Flat
@@ -50,3 +67,52 @@ def factory() -> Iterator[str]:
 def test_all_moments_come_back(tmp_path: Path, group: None, factory: str, sharding: str) -> None:
     both = layout(sharding, "row_wise", ranks=1)
     assert goes_on(str(tmp_path), [{"layout": both, "nest": "combined", "factory": factory}]) == []
+
+
+@pytest.mark.parametrize("survive", [None, Images()], ids=["checkpoint", "images"])
+@pytest.mark.parametrize("holder", [None, MultiplicativeLR, Holding], ids=str)
+def test_views_stay_beside_another_order_in_memory(
+    tmp_path: Path, group: None, holder: Any, survive: Images | None
+) -> None:
+    """Leave moments that are rows of the buffer, under a weight that lies by columns, in place,
+    though a scheduler, or another state object, holds the optimizer.
+    """
+
+    def made(seed: int) -> tuple[nn.Linear, Flat, dict[str, Any]]:
+        torch.manual_seed(seed)
+        layers = nn.Linear(3, 4)
+        layers.weight = nn.Parameter(torch.randn(3, 4).t())
+        optimizer = Flat(layers.parameters())
+        state: dict[str, Any] = {"optimizer": optimizer}
+        if holder is not None:
+            state["holder"] = holder(optimizer, lambda _: 0.9)
+        return layers, optimizer, state
+
+    def train(layers: nn.Linear, optimizer: Flat, saver: Checkpointer) -> None:
+        optimizer.zero_grad()
+        layers(torch.arange(6.0).reshape(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saver.step()
+
+    layers, optimizer, state = made(0)
+    saver = Checkpointer(tmp_path, model=layers, state=state, survive=survive)
+    saver.restore()
+    for _ in range(3):
+        train(layers, optimizer, saver)
+    if survive is None:
+        saver.save()
+        saver.close()
+    else:
+        saver.__exit__(RuntimeError, RuntimeError("killed, says the test"), None)
+    again, restored, state = made(1)
+    with Checkpointer(tmp_path, model=again, state=state, survive=survive) as saver:
+        assert saver.restore() is not None
+        moment = restored.state[again.weight]["moment"]
+        assert moment.untyped_storage().data_ptr() == restored.flat.untyped_storage().data_ptr()
+        assert torch.equal(restored.flat, optimizer.flat)
+        train(again, restored, saver)
+    with Checkpointer(tmp_path / "other", model=layers, state={}) as saver:
+        train(layers, optimizer, saver)
+    assert torch.equal(again.weight, layers.weight)
+    assert torch.equal(restored.flat, optimizer.flat)
