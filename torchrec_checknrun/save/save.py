@@ -63,7 +63,7 @@ class Save:
         self._lock = threading.Lock()
         self._committing = self._given_up = False
         self.progress = Progress()
-        self.common_step = CommonStep(proposal.header.step)
+        self.common_step = CommonStep()
         self.fingerprint: Fingerprint | None = None
         self._manifest: Manifest | None = None
         self._error: BaseException | None = None
@@ -77,12 +77,6 @@ class Save:
     def done(self) -> bool:
         """Return True once the outcome is known on this rank."""
         return self._done.is_set()
-
-    def is_heard(self, step: int) -> bool:
-        """Note that training has done a step; return whether to note the outcome after it, the same
-        on all ranks.
-        """
-        return self.common_step.reached(step)
 
     @property
     def known(self) -> threading.Event:

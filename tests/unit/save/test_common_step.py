@@ -37,10 +37,10 @@ class Meeting:
         return found
 
 
-def heard(common: CommonStep, first: int, pause: Callable[[], float]) -> int:
+def heard(common: CommonStep, pause: Callable[[], float]) -> int:
     """Return the step at which a training loop hears of the outcome."""
-    step = first
-    while not common.reached(step):
+    step = 1
+    while not common.reached():
         time.sleep(pause())
         step += 1
     return step
@@ -51,10 +51,10 @@ def test_all_ranks_hear_after_the_same_step(seed: int) -> None:
     draws = random.Random(seed)
     longest_step, longest_reduction = draws.choice([(0.0, 0.002), (0.002, 0.0), (0.002, 0.002)])
     meeting = Meeting(4, lambda: draws.random() * longest_reduction)
-    common = [CommonStep(7) for _ in range(4)]
+    common = [CommonStep() for _ in range(4)]
     with ThreadPoolExecutor(8) as threads:
         steps = [
-            threads.submit(heard, one, 7, lambda: draws.random() * longest_step) for one in common
+            threads.submit(heard, one, lambda: draws.random() * longest_step) for one in common
         ]
         time.sleep(draws.random() * 0.01)
         for number, one in enumerate(common):
@@ -64,24 +64,23 @@ def test_all_ranks_hear_after_the_same_step(seed: int) -> None:
 
 def test_an_outcome_is_told_at_the_next_step() -> None:
     meeting = Meeting(2, lambda: 0.0)
-    common = [CommonStep(3), CommonStep(3)]
-    assert not any(one.reached(4) for one in common)  # there is no outcome yet
+    common = [CommonStep(), CommonStep()]
+    assert not any(one.reached() for one in common)  # there is no outcome yet
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(CommonStep.agree, common, map(meeting.rank, range(2))))
-    assert not common[0].reached(4)
-    assert all(one.reached(5) for one in common)
+    assert all(one.reached() for one in common)
 
 
 def test_one_rank_hears_at_once() -> None:
-    common = CommonStep(3)
-    assert not common.reached(4)
+    common = CommonStep()
+    assert not common.reached()
     common.agree(Ranks.of(None))
-    assert common.reached(4)
+    assert common.reached()
 
 
 def test_a_lost_rank_holds_no_other_up() -> None:
     meeting = Meeting(2, lambda: 0.0)
-    common = CommonStep(3)
+    common = CommonStep()
     meeting.barrier.abort()
     common.agree(meeting.rank(0))
-    assert common.reached(3)
+    assert common.reached()
