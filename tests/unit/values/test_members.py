@@ -74,7 +74,7 @@ def test_a_member_that_a_process_lacks_is_refused_by_a_restore(
     live: dict[str, Any] = {"own": {"phase": Left.OVER, "steps": {}}}
     with monkeypatch.context() as patch:
         patch.delattr(sys.modules[__name__], "Left")
-        with pytest.raises(CheckpointException, match=rf"Left.OVER.*import {__name__}"):
+        with pytest.raises(CheckpointException, match=rf"Left.OVER.*{__name__} defines no"):
             load(root, "one", live)
     load(root, "one", live)
     assert live["own"] == {"phase": Left.OVER, "steps": {Left.OVER: 3}}
@@ -149,8 +149,15 @@ def test_nothing_but_members_is_found(module: str, kind: str, name: str) -> None
     node = {"enum": [module, kind, name]}
     check_tree(node, 0)
     assert decode_state(node, b"") == AbsentMember(module, kind, name)
-    with pytest.raises(IncompatibleCheckpoint, match="import"):
+    remedy = "no such member" if module in sys.modules else f"import {module} before"
+    with pytest.raises(IncompatibleCheckpoint, match=remedy):
         require_members({"own": [{"d": [["k", {"l": [node]}]]}]})
+
+
+def test_members_of_another_script_are_to_be_imported_into_this_one() -> None:
+    node = {"enum": ["__main__", "Outer.Phase", "WARM"]}
+    with pytest.raises(IncompatibleCheckpoint, match="import Outer into this one before restore"):
+        require_members({"own": [node]})
 
 
 def test_nothing_is_imported_for_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
