@@ -7,6 +7,7 @@ interpreter's exit go on without it, and it is never committed.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -36,7 +37,8 @@ def await_save(save: Save, seconds: float | None = None) -> None:
         silent = time.monotonic() - max(started, save.patience.heard)
         if silent > limit:
             save.give_up(_given_up(save, silent), force=silent > 2 * limit)
-    save.common_step.settled()
+    if not save.settled():
+        atexit.register(save.leave)
 
 
 def await_at_exit(save: Save) -> None:
@@ -63,12 +65,11 @@ def finish_at_exit(save: Save) -> None:
     if getattr(sys, "last_value", None) is not None:
         return  # the script ended by an error: the other ranks may never arrive
     await_at_exit(save)
+    save.leave()
     try:
         save.result()
     except Exception:
         logger.exception("the last checkpoint was not committed")
-    else:
-        save.leave()
 
 
 def warn_of_end(save: Save | None) -> None:

@@ -41,12 +41,12 @@ class CommonStep:
                 self._changed.wait()
             return self._agreed and (self._proposed is None or self._is_proposed)
 
-    def settled(self) -> None:
+    def settled(self) -> bool:
         """Hear that training has waited for the outcome, as it does on all ranks at once; wait for
-        the moment until the ranks have agreed, lest a process end in the midst.
+        the moment until the ranks have agreed. Return whether they have.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._agreed, _MOMENT_SECONDS)
+            return self._changed.wait_for(lambda: self._agreed, _MOMENT_SECONDS)
 
     def agree(self, ranks: Ranks) -> None:
         """Agree on the step in the background, once the outcome is known; a collective.

@@ -83,11 +83,17 @@ class Save:
         """Return the event of the outcome, which is set once that is known on this rank."""
         return self._done
 
+    def settled(self) -> bool:
+        """Hear that training has waited for the outcome; return False if the process must ``leave``
+        the save before it ends. One that was given up may hang, and is not waited for.
+        """
+        return self._given_up or self.common_step.settled()
+
     def leave(self) -> None:
         """Join the thread of a save that is ``done``: an interpreter that exits while a thread
-        releases tensors aborts.
+        releases tensors, or waits for other ranks, aborts.
         """
-        if self.thread is not None:
+        if self.thread is not None and not self._given_up:
             self.thread.join(_LEAVE_SECONDS)
 
     def result(self) -> Manifest:

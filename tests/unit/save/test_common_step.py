@@ -6,12 +6,20 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from unittest import mock
 
 import pytest
 
+from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.ranks import Ranks
+from torchrec_checknrun.run import waiting
+from torchrec_checknrun.run.waiting import await_save, finish_at_exit
+from torchrec_checknrun.save import common_step
 from torchrec_checknrun.save.common_step import CommonStep
+from torchrec_checknrun.save.save import Save
+from torchrec_checknrun.store.deadlines import Patience
 
 
 class Meeting:
@@ -84,3 +92,44 @@ def test_a_lost_rank_holds_no_other_up() -> None:
     meeting.barrier.abort()
     common.agree(meeting.rank(0))
     assert common.reached()
+
+
+def make_save(common: CommonStep, error: Exception | None) -> tuple[Save, threading.Event]:
+    """Return a save whose outcome is known, and the event that ends its thread."""
+    end = threading.Event()
+    save = Save(mock.Mock(), None, 0.0, Patience(60.0))
+    save.common_step = common
+    save.thread = threading.Thread(target=lambda: end.wait(60.0), daemon=True)
+    save.thread.start()
+    save.finish(mock.Mock(), error)
+    return save, end
+
+
+@pytest.mark.parametrize("error", [None, SaveFailed("says the test")])
+def test_a_process_ends_after_its_ranks_have_agreed(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common_step, "_MOMENT_SECONDS", 0.01)
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(waiting.atexit, "register", at_exit.append)
+    heard, end_heard = make_save(CommonStep(), error)
+    await_save(heard)  # another rank is late
+    running, end_running = make_save(CommonStep(), error)
+    at_exit.append(partial(finish_at_exit, running))
+    for finish, end in zip(at_exit, (end_heard, end_running), strict=True):
+        with ThreadPoolExecutor(1) as threads:
+            left = threads.submit(finish)
+            assert not wait([left], 0.05).done
+            end.set()
+            left.result(10.0)
+
+
+def test_a_save_that_was_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting.atexit, "register", pytest.fail)
+    save, end = make_save(CommonStep(), None)
+    assert save.give_up(SaveFailed("says the test"))
+    await_save(save)
+    save.leave()
+    assert save.thread is not None
+    assert save.thread.is_alive()
+    end.set()
