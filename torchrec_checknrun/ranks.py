@@ -74,11 +74,7 @@ class Ranks:
         self.group: dist.ProcessGroup | None = None
         self._timeout = timeout
         if dist.is_available() and dist.is_initialized():
-            try:
-                self.group = dist.new_group(backend="gloo", timeout=timeout)
-            except RuntimeError as error:
-                _add_note(error, _NOT_MADE)
-                raise
+            self.group = self._new_group(_NOT_MADE)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
@@ -94,9 +90,16 @@ class Ranks:
             parted: whether any rank was, the same on all of them.
         """
         if parted and self.group is not None:
-            before, self.group = self.group, dist.new_group(backend="gloo", timeout=self._timeout)
+            before, self.group = self.group, self._new_group(_ALONE)
             self.parted = False
             dist.destroy_process_group(before)
+
+    def _new_group(self, note: str) -> dist.ProcessGroup:
+        try:
+            return dist.new_group(backend="gloo", timeout=self._timeout)
+        except RuntimeError as error:
+            _add_note(error, note)
+            raise
 
     def close(self) -> None:
         """Release the group's threads and connections without waiting for other ranks; nobody may
