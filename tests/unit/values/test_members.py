@@ -18,6 +18,7 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 from torchrec_checknrun.format.state_tree import check_tree
 from torchrec_checknrun.restore.content_tree import require_members
 from torchrec_checknrun.tools.values_json import values_json
+from torchrec_checknrun.values.keys import decode_key, encode_key, key_name
 from torchrec_checknrun.values.members import AbsentMember
 from torchrec_checknrun.values.state import decode_state, encode_state
 
@@ -86,6 +87,31 @@ def test_tools_name_members_that_they_lack(monkeypatch: pytest.MonkeyPatch) -> N
     found = decode_state(tree, b"")
     assert found == {"phase": AbsentMember(__name__, "Left", "OVER")}
     assert encode_state(found, "own")[0] == tree
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (Phase.HOT, "Phase.HOT"),
+        (Split.TRAIN, "Split.TRAIN"),
+        (Loop.Mode.QUICK, "Mode.FAST"),
+        ((Phase.HOT, ("a", Split.TRAIN), 1), "(Phase.HOT, ('a', Split.TRAIN), 1)"),
+    ],
+)
+def test_names_in_tools_are_the_same_without_the_class(
+    key: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = encode_key(key)
+    assert key_name(decode_key(tree)) == name
+    for kind in ("Phase", "Split", "Loop"):
+        monkeypatch.delattr(sys.modules[__name__], kind)
+    assert decode_key(tree) != key
+    assert key_name(decode_key(tree)) == name
+
+
+@pytest.mark.parametrize("key", ["a", 1, 0.5, None, True, (), (1,), ("a", (None, 2))], ids=repr)
+def test_other_keys_are_named_as_python_shows_them(key: object) -> None:
+    assert key_name(key) == str(key)
 
 
 def test_values_json_shows_members() -> None:
