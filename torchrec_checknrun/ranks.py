@@ -68,16 +68,13 @@ class Ranks:
     """
 
     parted = False
+    _reduced: torch.Tensor | None = None
 
     def __init__(self, timeout: timedelta) -> None:
         self.group: dist.ProcessGroup | None = None
         self._timeout = timeout
         if dist.is_available() and dist.is_initialized():
-            try:
-                self.group = dist.new_group(backend="gloo", timeout=timeout)
-            except RuntimeError as error:
-                _add_note(error, _NOT_MADE)
-                raise
+            self.group = self._new_group(_NOT_MADE)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
@@ -89,9 +86,16 @@ class Ranks:
     def meet_again(self) -> None:
         """Make the group anew where any rank was ``parted``; a collective, while nobody uses it."""
         if self.group is not None:
-            before, self.group = self.group, dist.new_group(backend="gloo", timeout=self._timeout)
+            before, self.group = self.group, self._new_group(_ALONE)
             self.parted = False
             dist.destroy_process_group(before)
+
+    def _new_group(self, note: str) -> dist.ProcessGroup:
+        try:
+            return dist.new_group(backend="gloo", timeout=self._timeout)
+        except RuntimeError as error:
+            _add_note(error, note)
+            raise
 
     def close(self) -> None:
         """Release the group's threads and connections without waiting for other ranks; nobody may
@@ -129,7 +133,9 @@ class Ranks:
         """Return the largest of the ranks' values, on all ranks."""
         if self.world_size == 1:
             return value
-        found = torch.tensor(value, dtype=torch.int64, device="cpu")
+        # Kept: gloo's thread, were it the last to drop it, would need the interpreter, which may
+        # end meanwhile.
+        self._reduced = found = torch.tensor(value, dtype=torch.int64, device="cpu")
         try:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         except RuntimeError:

@@ -87,3 +87,27 @@ def go_on_together(root: str, spec: dict[str, Any], plan: Plan) -> None:
 
 def test_what_follows_may_be_a_collective(workers: Workers, tmp_path: Path) -> None:
     workers(2).run(go_on_together, **where(tmp_path))
+
+
+def count_anew(root: str, spec: dict[str, Any], plan: Plan) -> None:
+    """Set ``steps`` back, as for a new epoch, while a checkpoint's end waits to be heard of."""
+    job = build(spec, plan)
+    reports = []
+    with checkpointer(root, job) as saver:
+        saver.steps = 1000
+        job.train(1)
+        saver.step()
+        saver.save(wait=False)
+        running = saver._saver.running
+        assert running is not None
+        assert running.known.wait(60.0)
+        running.common_step.settled()
+        saver.steps = 0
+        for _ in range(4):
+            job.train(1)
+            reports.append(saver.step())
+    assert [report.step for report in reports if report is not None] == [1001]
+
+
+def test_steps_may_be_counted_anew(workers: Workers, tmp_path: Path) -> None:
+    workers(2).run(count_anew, **where(tmp_path))

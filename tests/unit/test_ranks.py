@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from torchrec_checknrun.errors import SaveFailed, StorageFailed
-from torchrec_checknrun.ranks import gloo_beside, picklable, picklable_errors
+from torchrec_checknrun.ranks import Ranks, gloo_beside, picklable, picklable_errors
 
 
 class TwoArguments(Exception):
@@ -79,3 +82,22 @@ def test_tensors_of_the_cpu_have_a_group(backend: str, own: bool) -> None:
             assert gloo_beside() is group, "made once"
         finally:
             dist.destroy_process_group()
+
+
+def test_a_group_is_made_anew(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+    ranks = Ranks(timedelta(seconds=60))
+    try:
+        before, groups = ranks.group, len(dist.distributed_c10d._world.pg_map)
+        ranks.parted = True
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "new_group", mock.Mock(side_effect=RuntimeError("timed out")))
+            with pytest.raises(RuntimeError) as raised:
+                ranks.meet_again()
+        if sys.version_info >= (3, 11):
+            assert "another rank has ended" in str(vars(raised.value)["__notes__"])
+        assert (ranks.group, ranks.parted) == (before, True)
+        ranks.meet_again()
+        assert (ranks.group is before, ranks.parted) == (False, False)
+        assert len(dist.distributed_c10d._world.pg_map) == groups
+    finally:
+        ranks.close()

@@ -30,6 +30,7 @@ from torchrec_checknrun.format.entries import (
     StateEntry,
     content_bytes,
 )
+from torchrec_checknrun.values.keys import key_name
 from torchrec_checknrun.values.limits import LARGEST
 from torchrec_checknrun.values.state import (
     MOST_DEPTH,
@@ -252,7 +253,7 @@ def decode_block(header: BlockHeader, payload: memoryview) -> torch.Tensor:
 
 def name_of(path: Path) -> str:
     """Return a path's name for errors."""
-    name = ".".join(str(key) for key in path)
+    name = ".".join(map(key_name, path))
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…"
 
 

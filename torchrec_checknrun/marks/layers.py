@@ -35,7 +35,7 @@ class Consumer(IntFlag):
     """
     PRIORITY = 8
     """Rows modified since the last checkpoint or priority save. Never frozen by a cut: the
-    checkpoint has these rows, and they are marked again if it fails.
+    checkpoint has these rows, and they are marked again if it fails; a publication's leaves them.
     """
 
     EVERY = 255

@@ -159,6 +159,8 @@ class Marks:
             spare, self._spare = self._spare, None
             fresh = self._zeros() if spare is None else spare
             live, layers = self._state
+            if self.noted is not None and not share.consumers & Consumer.LAST:
+                fresh.bitwise_or_(live.bitwise_and(int(Consumer.PRIORITY)))  # no checkpoint's cut
             layers = (*layers, Layer(self.rows, live))
             self._state = _State(fresh, layers)
             self._take(share, layers)

@@ -6,6 +6,7 @@ that a sharded tensor can be compared with a plain one, and each restored into t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,8 +124,17 @@ def require_members(trees: Mapping[str, Sequence[Any]]) -> None:
         for absent in _absent_members(of_state):
             raise IncompatibleCheckpoint(
                 f"state {name!r} holds {absent.kind}.{absent.member}, of an enumeration that this "
-                f"process doesn't know: import {absent.module} before restore()"
+                f"process doesn't know: {_remedy(absent)}"
             )
+
+
+def _remedy(absent: AbsentMember) -> str:
+    if absent.module in ("__main__", "__mp_main__"):
+        name = absent.kind.partition(".")[0]
+        return f"the script that saved it defines it; import {name} into this one before restore()"
+    if absent.module not in sys.modules:
+        return f"import {absent.module} before restore()"
+    return f"{absent.module} defines no such member any more; define it there again"
 
 
 def _absent_members(tree: Any) -> Iterator[AbsentMember]:

@@ -73,14 +73,15 @@ class Found:
     absent: set[str]
 
 
-def expect(root: Folder, ids: Iterable[str]) -> None:
-    """Remember the newest checkpoints of a root in place of older ones: some stores' listings lag
-    behind.
+def expect(root: Folder, ids: Iterable[str], newer: bool = False) -> None:
+    """Remember the newest checkpoints of a root: some stores' listings lag behind.
 
     Args:
         ids: of checkpoints that were committed, or may have been.
+        newer: whether they are newer than those remembered before, and take their place.
     """
-    _expected[root.url.rstrip("/")] = frozenset(ids)
+    known = frozenset() if newer else _expected.get(root.url.rstrip("/"), frozenset())
+    _expected[root.url.rstrip("/")] = known.union(ids)
 
 
 def names_in(root: Folder) -> list[str]:

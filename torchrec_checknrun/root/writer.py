@@ -363,7 +363,7 @@ def commit(
     data = manifest.to_bytes()
     folder.put(MANIFEST_NAME, data, new=True)
     note_number(root, manifest.sequence)
-    expect(root, [manifest.id])
+    expect(root, [manifest.id], newer=True)
     # Between the last look and the put this process may have been stopped for hours.
     _require_files(root, manifest, "while it was committed")
     if folder.read(MANIFEST_NAME) != data:

@@ -380,8 +380,8 @@ class Checkpointer(WrittenByHand):
     def _settle(self, wait: bool) -> None:
         """Note the outcome of what is being written, a publication or a checkpoint."""
         if self._publisher is not None:
-            self._publisher.settle(wait, self.steps)
-        self._saver.settle(wait, self.steps)
+            self._publisher.settle(wait)
+        self._saver.settle(wait)
 
     def _wait(self, end: bool = False) -> CheckpointReport | None:
         self._settle(wait=True)

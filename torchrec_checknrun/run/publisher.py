@@ -183,10 +183,10 @@ class Publisher:
         self._take(proposal, started)
         return True
 
-    def settle(self, wait: bool, step: int = 0) -> None:
+    def settle(self, wait: bool) -> None:
         """Note the outcome of the publication on its way; arguments as of ``Saver.settle``."""
         save = self._running
-        if save is None or not (wait or save.is_heard(step)):
+        if save is None or not (wait or save.common_step.reached()):
             return
         await_save(save, self._seconds)
         try:

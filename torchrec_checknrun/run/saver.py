@@ -297,13 +297,13 @@ class Saver:
         self._skipped = False
         return None
 
-    def settle(self, wait: bool, step: int = 0) -> None:
-        """Note the outcome of the checkpoint in the background: wait, or look after a step.
+    def settle(self, wait: bool) -> None:
+        """Note the outcome of the checkpoint in the background: wait, or look at the end of a step.
 
         Marks of one that failed are merged back here: only the training thread may write marks.
         """
         save, self._waited = self._running, 0.0
-        if save is None or not (wait or save.is_heard(step)):
+        if save is None or not (wait or save.common_step.reached()):
             return
         started = time.monotonic()
         await_save(save)

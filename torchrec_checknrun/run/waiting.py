@@ -62,12 +62,11 @@ def finish_at_exit(save: Save) -> None:
     if getattr(sys, "last_value", None) is not None:
         return  # the script ended by an error: the other ranks may never arrive
     await_at_exit(save)
+    save.leave()
     try:
         save.result()
     except Exception:
         logger.exception("the last checkpoint was not committed")
-    else:
-        save.leave()
 
 
 def warn_of_end(save: Save | None) -> None:

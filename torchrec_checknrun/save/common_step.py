@@ -20,34 +20,33 @@ _MOMENT_SECONDS = 1.0
 class CommonStep:
     """One rank's view of the step after which all ranks hear of a save's outcome.
 
-    Args:
-        step: the last step that training has done here.
+    Steps are counted here, from the save's begin on: a program may set its own count anew.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._done = step
+        self._done = 0
         self._proposed: int | None = None
         """Kept once agreed on; None: no rank need wait for another."""
         self._agreed = False
 
-    def reached(self, step: int) -> bool:
+    def reached(self) -> bool:
         """Note in the training thread that a step is done; return whether to tell the outcome.
 
         Waits where this very step is proposed, for the milliseconds until all ranks have answered.
         """
         with self._changed:
-            self._done = step
-            while not self._agreed and self._proposed is not None and step >= self._proposed:
+            self._done += 1
+            while not self._agreed and self._is_proposed:
                 self._changed.wait()
-            return self._agreed and (self._proposed is None or step >= self._proposed)
+            return self._agreed and (self._proposed is None or self._is_proposed)
 
-    def settled(self) -> None:
+    def settled(self) -> bool:
         """Hear that training has waited for the outcome, as it does on all ranks at once; wait for
-        the moment until the ranks have agreed, lest a process end in the midst.
+        the moment until the ranks have agreed. Return whether they have.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._agreed, _MOMENT_SECONDS)
+            return self._changed.wait_for(lambda: self._agreed, _MOMENT_SECONDS)
 
     def agree(self, ranks: Ranks) -> None:
         """Agree on the step in the background, once the outcome is known; a collective.
@@ -70,6 +69,11 @@ class CommonStep:
             with self._changed:
                 self._agreed = True
                 self._changed.notify_all()
+
+    @property
+    def _is_proposed(self) -> bool:
+        """Return whether training has done the step that is proposed."""
+        return self._proposed is not None and self._done >= self._proposed
 
     def _propose(self, step: int) -> bool:
         """Propose a step; return whether training has yet to do it."""

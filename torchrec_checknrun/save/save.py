@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -63,7 +64,7 @@ class Save:
         self._lock = threading.Lock()
         self._committing = self._given_up = False
         self.progress = Progress()
-        self.common_step = CommonStep(proposal.header.step)
+        self.common_step = CommonStep()
         self.fingerprint: Fingerprint | None = None
         self._manifest: Manifest | None = None
         self._error: BaseException | None = None
@@ -78,12 +79,6 @@ class Save:
         """Return True once the outcome is known on this rank."""
         return self._done.is_set()
 
-    def is_heard(self, step: int) -> bool:
-        """Note that training has done a step; return whether to note the outcome after it, the same
-        on all ranks.
-        """
-        return self.common_step.reached(step)
-
     @property
     def known(self) -> threading.Event:
         """Return the event of the outcome, which is set once that is known on this rank."""
@@ -91,9 +86,9 @@ class Save:
 
     def leave(self) -> None:
         """Join the thread of a save that is ``done``: an interpreter that exits while a thread
-        releases tensors aborts.
+        releases tensors, or waits for other ranks, aborts.
         """
-        if self.thread is not None:
+        if self.thread is not None and not self._given_up:
             self.thread.join(_LEAVE_SECONDS)
 
     def result(self) -> Manifest:
@@ -102,7 +97,8 @@ class Save:
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan …: the checkpoint was not committed.
         """
-        self.common_step.settled()
+        if not (self._given_up or self.common_step.settled()):
+            atexit.register(self.leave)  # another rank is late
         if self._error is not None:
             _raise_as_failed(self._error, self.proposal.header.step)
         assert self._manifest is not None

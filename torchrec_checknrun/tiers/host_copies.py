@@ -59,7 +59,7 @@ class HostFiles(OutgoingCopies):
             missing="copies are missing, and would be read from the storage",
         )
         self._root, self._keep_hours = root, wanted.keep_hours
-        self._is_used = self._is_swept = False
+        self._is_swept = False
 
     def committed(self, manifest: Manifest) -> None:
         """Keep the copy of a committed checkpoint, and those of its chain; must not fail."""
@@ -92,9 +92,7 @@ class HostFiles(OutgoingCopies):
     def readable(self) -> CopiedFolder:
         """Return the root of the checkpoints, read from the copies of all ranks on this machine."""
         folders = folders_of_run(self.folder.path)
-        if not self._is_used:  # not later: this process knows of newer ones
-            self._is_used = True
-            expect(self._root, _newest(folders))
+        expect(self._root, _newest(folders))
         return CopiedFolder(self._root, [folder.kept_path for folder in folders])
 
     def close(self, over: bool) -> None:

@@ -124,7 +124,6 @@ class Peers(OutgoingCopies):
         try:
             self._send(manifest)
         except Exception as error:
-            self._background.parted = True  # perhaps between two pieces
             self._tell(f"they could not be exchanged: {error!r}")
         finally:
             self.folder.empty_outbox()

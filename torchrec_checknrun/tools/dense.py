@@ -26,6 +26,7 @@ from torchrec_checknrun.format.reader import (
     read_chunk,
 )
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.values.keys import key_name
 
 MODEL = "model"
 """The state whose names have no prefix."""
@@ -144,7 +145,7 @@ def piece_problems(chunks: Iterable[StoredChunk]) -> Iterator[str]:
 
 def _key(header: BlockHeader) -> str:
     path = header.path[1:] if header.path[:1] == (MODEL,) else header.path
-    return ".".join(map(str, path))
+    return ".".join(map(key_name, path))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -157,7 +158,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, _as_tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value
         return
     for key, item in items:
-        yield from _leaves(item, f"{path}.{key}" if path else str(key))
+        yield from _leaves(item, f"{path}.{key_name(key)}" if path else key_name(key))
 
 
 def _as_tensor(value: np.ndarray | np.generic) -> Any:

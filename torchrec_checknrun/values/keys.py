@@ -44,6 +44,19 @@ def decode_key(key: object) -> Any:
     return found
 
 
+def key_name(key: object) -> str:
+    """Return a key as a part of a name; of a member, the same where a process lacks its class."""
+    if isinstance(key, Enum):
+        return f"{type(key).__name__}.{key.name}"
+    if isinstance(key, AbsentMember):
+        return f"{key.kind.rpartition('.')[2]}.{key.member}"
+    if type(key) is tuple:
+        named = (Enum, AbsentMember, tuple)
+        items = [key_name(item) if isinstance(item, named) else repr(item) for item in key]
+        return f"({', '.join(items)}{',' * (len(items) == 1)})"
+    return str(key)
+
+
 def _of_python(key: object) -> object:
     """Return a scalar of NumPy's as Python's; any other key as it is."""
     if isinstance(key, np.generic) and type(key.item()) in _OF_NUMPY:

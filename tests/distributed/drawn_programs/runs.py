@@ -51,6 +51,8 @@ OF_RANKS = re.compile(
     r"|\._rank$"
 )
 """Paths of what belongs to a rank or a layout."""
+LOOKUPS = re.compile(r"\.iter(_cpu)?$")
+"""Paths of kernels' counters, which evaluations move: one after a step is done again."""
 
 
 @dataclass
@@ -186,8 +188,13 @@ class RankRuns(Runs):
             lines = []
         else:
             kept = not report.ranks or report.ranks[self._rank].source == "images"
+            again = self.program.between == "swapped_after"
             found, wanted = (
-                {p: v for p, v in of.items() if kept or not OF_RANKS.search(p)}
+                {
+                    p: v
+                    for p, v in of.items()
+                    if (kept or not OF_RANKS.search(p)) and not (again and LOOKUPS.search(p))
+                }
                 for of in (everything(training), self.last)
             )
             lines = differences_at_rest(found, wanted)

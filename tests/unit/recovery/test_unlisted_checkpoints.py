@@ -59,6 +59,20 @@ def test_of_this_process(lives: Lives) -> None:
         assert restored(saver).id == ids[0]
 
 
+@pytest.mark.parametrize("way", ["images", "host_copies"])
+def test_of_an_earlier_checkpointer_of_this_process(lives: Lives, way: str) -> None:
+    """Restore what the process has saved, of which the new one's images or copies know nothing."""
+    job, saver = lives.begin(survive=None)
+    saver.restore()
+    train(job, saver)
+    last = saver.save().id
+    saver.close()
+    with unlisted(last):
+        copies = HostCopies(folder=str(lives.memory))
+        job, saver = lives.begin(**({} if way == "images" else {"survive": copies}))
+        assert restored(saver).id == last
+
+
 @pytest.mark.parametrize("saves", [1, 2])
 def test_of_images(lives: Lives, saves: int) -> None:
     """Lose no step of a run whose image descends from that checkpoint."""

@@ -203,3 +203,18 @@ def test_a_store_that_hangs_keeps_no_process(
         assert all(thread.daemon for thread in own)
     finally:
         hangs.set()
+
+
+def test_a_publication_takes_no_rows_from_the_next(tracked: TrackedModel, tmp_path: Path) -> None:
+    root = Folder(tmp_path)
+    saves = PriorityRows(PrioritySaves(every_steps=2, fraction=1.0), root, 0, tracked)
+    marks = only(tracked, TALL).marks
+    saves.step(0, "head", "run")
+    marks.mark(torch.tensor([1, 2]))
+    tracked.forget(tracked.cut(Consumer.PUBLISHED))
+    marks.mark(torch.tensor([3]))
+    saves.step(2, "head", "run")
+    assert saves._running is not None
+    saves._running.exception()
+    assert ids_in(root / ".priority" / "head.run.step-00000002") == [1, 2, 3]
+    saves.close(over=False)

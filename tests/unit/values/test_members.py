@@ -18,6 +18,7 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint, UnsupportedState
 from torchrec_checknrun.format.state_tree import check_tree
 from torchrec_checknrun.restore.content_tree import require_members
 from torchrec_checknrun.tools.values_json import values_json
+from torchrec_checknrun.values.keys import decode_key, encode_key, key_name
 from torchrec_checknrun.values.members import AbsentMember
 from torchrec_checknrun.values.state import decode_state, encode_state
 
@@ -74,7 +75,7 @@ def test_a_member_that_a_process_lacks_is_refused_by_a_restore(
     live: dict[str, Any] = {"own": {"phase": Left.OVER, "steps": {}}}
     with monkeypatch.context() as patch:
         patch.delattr(sys.modules[__name__], "Left")
-        with pytest.raises(CheckpointException, match=rf"Left.OVER.*import {__name__}"):
+        with pytest.raises(CheckpointException, match=rf"Left.OVER.*{__name__} defines no"):
             load(root, "one", live)
     load(root, "one", live)
     assert live["own"] == {"phase": Left.OVER, "steps": {Left.OVER: 3}}
@@ -86,6 +87,31 @@ def test_tools_name_members_that_they_lack(monkeypatch: pytest.MonkeyPatch) -> N
     found = decode_state(tree, b"")
     assert found == {"phase": AbsentMember(__name__, "Left", "OVER")}
     assert encode_state(found, "own")[0] == tree
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (Phase.HOT, "Phase.HOT"),
+        (Split.TRAIN, "Split.TRAIN"),
+        (Loop.Mode.QUICK, "Mode.FAST"),
+        ((Phase.HOT, ("a", Split.TRAIN), 1), "(Phase.HOT, ('a', Split.TRAIN), 1)"),
+    ],
+)
+def test_names_in_tools_are_the_same_without_the_class(
+    key: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = encode_key(key)
+    assert key_name(decode_key(tree)) == name
+    for kind in ("Phase", "Split", "Loop"):
+        monkeypatch.delattr(sys.modules[__name__], kind)
+    assert decode_key(tree) != key
+    assert key_name(decode_key(tree)) == name
+
+
+@pytest.mark.parametrize("key", ["a", 1, 0.5, None, True, (), (1,), ("a", (None, 2))], ids=repr)
+def test_other_keys_are_named_as_python_shows_them(key: object) -> None:
+    assert key_name(key) == str(key)
 
 
 def test_values_json_shows_members() -> None:
@@ -149,8 +175,15 @@ def test_nothing_but_members_is_found(module: str, kind: str, name: str) -> None
     node = {"enum": [module, kind, name]}
     check_tree(node, 0)
     assert decode_state(node, b"") == AbsentMember(module, kind, name)
-    with pytest.raises(IncompatibleCheckpoint, match="import"):
+    remedy = "no such member" if module in sys.modules else f"import {module} before"
+    with pytest.raises(IncompatibleCheckpoint, match=remedy):
         require_members({"own": [{"d": [["k", {"l": [node]}]]}]})
+
+
+def test_members_of_another_script_are_to_be_imported_into_this_one() -> None:
+    node = {"enum": ["__main__", "Outer.Phase", "WARM"]}
+    with pytest.raises(IncompatibleCheckpoint, match="import Outer into this one before restore"):
+        require_members({"own": [node]})
 
 
 def test_nothing_is_imported_for_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
