@@ -37,76 +37,79 @@ def tracked(group: None) -> Iterator[TrackedModel]:
     made.close()
 
 
+class Run:
+    """A run that marks and saves rows of one table."""
+
+    def __init__(self, tracked: TrackedModel, folder: Path, every_steps: int = 1) -> None:
+        wanted = PrioritySaves(every_steps=every_steps, fraction=1.0)
+        self.saves = PriorityRows(wanted, Folder(folder), 0, tracked)
+        self.marks = only(tracked, TALL).marks
+        self.made = Folder(folder) / ".priority"
+
+    def step(self, number: int, *rows: int, head: str = "head") -> None:
+        """Mark rows, and end a step; wait for what it saves."""
+        self.marks.mark(torch.tensor(rows, dtype=torch.int64))
+        self.saves.step(number, head, "run")
+        if self.saves._running is not None:
+            self.saves._running.exception()
+
+    def saved(self) -> dict[str, list[int]]:
+        """Return the rows of each save, by head and step."""
+        found = {name: self.made / name for name in self.made.names()}
+        return {
+            f"{name.partition('.')[0]} {int(name[-8:])}": ids_in(folder)
+            for name, folder in found.items()
+            if folder.names()
+        }
+
+
+@pytest.fixture
+def run(tracked: TrackedModel, tmp_path: Path) -> Iterator[Run]:
+    made = Run(tracked, tmp_path)
+    yield made
+    made.saves.close(over=False)
+
+
 def test_rows_of_a_save_that_failed_are_part_of_the_next(
-    tracked: TrackedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = Folder(tmp_path)
-    saves = PriorityRows(PrioritySaves(every_steps=1, fraction=1.0), root, 0, tracked)
-    marks = only(tracked, TALL).marks
-    saves.step(0, "head", "run")
-
-    def step(number: int, *rows: int) -> None:
-        marks.mark(torch.tensor(rows))
-        saves.step(number, "head", "run")
-        assert saves._running is not None
-        saves._running.exception()
-
     def fail(*_: Any) -> None:
         raise StorageFailed(errno.ENOSPC, "no space left, says the test")
 
+    run.saves.step(0, "head", "run")
     with monkeypatch.context() as patch:
         patch.setattr(priority_rows, "write_rank_file", fail)
-        step(1, 1, 2)
-    step(2, 3)
-    step(3, 4)
-    made = root / ".priority"
-    assert {name: ids_in(made / name) for name in made.names() if (made / name).names()} == {
-        "head.run.step-00000002": [1, 2, 3],
-        "head.run.step-00000003": [4],
-    }
-    saves.close(over=False)
+        run.step(1, 1, 2)
+    run.step(2, 3)
+    run.step(3, 4)
+    assert run.saved() == {"head 2": [1, 2, 3], "head 3": [4]}
 
 
 def test_rows_of_a_checkpoint_that_failed_are_part_of_the_next(
     tracked: TrackedModel, tmp_path: Path
 ) -> None:
-    root = Folder(tmp_path)
-    saves = PriorityRows(PrioritySaves(every_steps=2, fraction=1.0), root, 0, tracked)
-    marks = only(tracked, TALL).marks
-    saves.step(0, "head", "run")
-    marks.mark(torch.tensor([1, 2]))
-    saves.step(1, "head", "run")
+    run = Run(tracked, tmp_path, every_steps=2)
+    run.saves.step(0, "head", "run")
+    run.step(1, 1, 2)
     cut = tracked.cut(Consumer.LAST)
-    marks.mark(torch.tensor([3]))
+    run.marks.mark(torch.tensor([3]))
     tracked.merge(cut)
-    saves.step(2, "head", "run")
-    assert saves._running is not None
-    saves._running.exception()
-    assert ids_in(root / ".priority" / "head.run.step-00000002") == [1, 2, 3]
-    saves.close(over=False)
+    run.step(2)
+    assert run.saved() == {"head 2": [1, 2, 3]}
+    run.saves.close(over=False)
 
 
 def test_rows_saved_between_a_cut_and_its_commit_are_saved_again(
-    tracked: TrackedModel, tmp_path: Path
+    tracked: TrackedModel, run: Run
 ) -> None:
-    root = Folder(tmp_path)
-    saves = PriorityRows(PrioritySaves(every_steps=1, fraction=1.0), root, 0, tracked)
-    marks = only(tracked, TALL).marks
-
-    def step(number: int, head: str, *rows: int) -> list[int]:
-        marks.mark(torch.tensor(rows, dtype=torch.int64))
-        saves.step(number, head, "run")
-        assert saves._running is not None
-        saves._running.exception()
-        return ids_in(root / ".priority" / f"{head}.run.step-{number:08d}")
-
-    saves.step(0, "old", "run")
-    assert step(1, "old", 1, 2) == [1, 2]
+    run.saves.step(0, "old", "run")
+    run.step(1, 1, 2, head="old")
     cut = tracked.cut(Consumer.LAST)
-    assert step(2, "old", 3) == [3]
+    run.step(2, 3, head="old")
+    assert run.saved() == {"old 1": [1, 2], "old 2": [3]}
     tracked.forget(cut)
-    assert step(3, "new", 4) == [3, 4]
-    saves.close(over=False)
+    run.step(3, 4, head="new")
+    assert run.saved()["new 3"] == [3, 4]
 
 
 def test_a_replaced_run_leaves_those_of_the_run_that_has_replaced_it(
