@@ -47,7 +47,7 @@ def decode_key(key: object) -> Any:
 def key_name(key: object) -> str:
     """Return a key as a part of a name; of a member, the same where a process lacks its class."""
     if isinstance(key, Enum):
-        return f"{type(key).__name__}.{key.name}"
+        return f"{type(key).__name__}.{key._name_}"
     if isinstance(key, AbsentMember):
         return f"{key.kind.rpartition('.')[2]}.{key.member}"
     if type(key) is tuple:
