@@ -17,6 +17,7 @@ from torch import nn
 
 from torchrec_checknrun.dense.references import References
 from torchrec_checknrun.errors import UnsupportedState
+from torchrec_checknrun.values.dicts import like
 from torchrec_checknrun.values.state import MOST_DEPTH, TORCH_DTYPES, encode_state
 
 _LIVE, _STATE, _ENUM, _DICT = "$live", "$state", "$enum", "$dict"
@@ -132,7 +133,7 @@ def put(
     if isinstance(content, dict):
         items = {k: put(_item(live, k), v, references, device, fresh) for k, v in content.items()}
         if not isinstance(live, dict):
-            return items
+            return like(content, items)
         items |= {k: v for k, v in live.items() if k not in items and v in references}
         target = copy.copy(live) if fresh else live
         target.clear()
@@ -161,7 +162,7 @@ def _pack_mapping(
         return LIVE
     if not isinstance(value, dict) or any(type(key) not in (str, int) for key in items):
         return _lose(value, path, lost)
-    return {_DICT: items} if len(items) == 1 and items.keys() <= _MARKS else items
+    return {_DICT: items} if len(items) == 1 and items.keys() <= _MARKS else like(value, items)
 
 
 def _pack_sequence(

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torchrec_checknrun.dense.tree import attributes
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.placements import laid_out_as
+from torchrec_checknrun.values.dicts import like
 from torchrec_checknrun.values.state import Tree, tree_items, tree_values
 
 Covered = Callable[[object], bool]
@@ -180,8 +181,9 @@ class _Live:
     def merged(self, current: Any, saved: Any) -> Any:
         """Return the saved content with the live leaves.
 
-        Dicts keep the live ones' types, tensors the live ones' devices, whether they take
-        gradients, and their order in memory unless the saved one is not row-major.
+        Dicts keep the live ones' types unless these are plain, tensors the live ones' devices,
+        whether they take gradients, and their order in memory unless the saved one is not
+        row-major.
         """
         if self.kept(current, saved):
             return current
@@ -209,14 +211,14 @@ class _Live:
             if live is not _MISSING:
                 content[key] = live
         if type(current) is dict:
-            return content
+            return content if type(saved) is dict else like(saved, content)
         try:
-            like = copy.copy(current)  # keeps a module's versions, a counter's type …
-            like.clear()
-            like.update(content)
+            same = copy.copy(current)  # keeps a module's versions, a type of the user's own …
+            same.clear()
+            same.update(content)
         except Exception:
             return content
-        return like
+        return same
 
     def _part(self, key: object, value: Any) -> Any:
         """Return the part of a live value that is restored in place; ``_MISSING`` if none is.

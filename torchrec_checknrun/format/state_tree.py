@@ -17,6 +17,7 @@ import numpy as np
 
 from torchrec_checknrun.format.checks import Count, Record, typed
 from torchrec_checknrun.format.chunk import Path
+from torchrec_checknrun.values.dicts import KIND, is_kind
 from torchrec_checknrun.values.keys import decode_key
 from torchrec_checknrun.values.limits import LARGEST
 from torchrec_checknrun.values.plain_values import SETS, as_float, decode_value
@@ -71,9 +72,10 @@ def _check(node: object, end: int, depth: int) -> int:
 
 
 def _is_marked(node: dict[str, Any], letter: str, value: object) -> bool:
-    """Return whether a node is a dict of which nothing was left out, or a deque."""
+    """Return whether a node is a dict with a mark of its own, or a deque."""
     if letter == "d":
-        return node == {"d": value, "whole": True}
+        of_kind = node.keys() == {"d", KIND} and is_kind(node[KIND])
+        return of_kind or node == {"d": value, "whole": True}
     most = node.get("maxlen", 0)
     fits = most is None or (type(most) is int and type(value) is list and most >= len(value))
     return letter == "l" and node.keys() == {"l", "maxlen"} and fits

@@ -30,6 +30,7 @@ from torchrec_checknrun.model.collisions import is_averaged
 from torchrec_checknrun.placements import LocalPart, local_parts
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 from torchrec_checknrun.values.dense import is_dense
+from torchrec_checknrun.values.dicts import like
 from torchrec_checknrun.values.memory_spans import MemorySpans
 from torchrec_checknrun.values.state import MOST_DEPTH, SHARDED, Whole
 
@@ -192,14 +193,12 @@ class _Walk:
             return None
         if isinstance(value, torch.Tensor):
             self.plain.append(value)
-        elif len(path) > MOST_DEPTH:
-            return value
-        elif type(value) in (list, tuple, deque):
+        elif len(path) <= MOST_DEPTH and isinstance(value, dict):
+            return self._dict(value, path)
+        elif len(path) <= MOST_DEPTH and type(value) in (list, tuple, deque):
             items = enumerate(value)
             own = [v if type(v) in _SIMPLE else self.dense(v, (*path, at)) for at, v in items]
             return deque(own, value.maxlen) if type(value) is deque else type(value)(own)
-        elif isinstance(value, dict):
-            return self._dict(value, path)
         return value
 
     def _dict(self, value: dict[Any, Any], path: Path) -> dict[Any, Any]:
@@ -231,7 +230,8 @@ class _Walk:
                     kept[key] = copied
         if type(value) is not dict or len(kept) < len(value):  # a type comes from the live one
             self._whole = False
-        return kept
+        of_module = hasattr(value, "_metadata")  # the most frequent one that is not plain
+        return kept if type(value) is dict or of_module else like(value, kept)
 
 
 def find_blocks(

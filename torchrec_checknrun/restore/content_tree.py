@@ -16,6 +16,7 @@ from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.chunk import BlockHeader, Path, dtype_name
 from torchrec_checknrun.placements import dtype_of
 from torchrec_checknrun.restore.blocks import SavedBlocks
+from torchrec_checknrun.values.dicts import KIND
 from torchrec_checknrun.values.keys import decode_key
 from torchrec_checknrun.values.members import MEMBER, AbsentMember, decode_member
 from torchrec_checknrun.values.state import Tree, tree_items, tree_values
@@ -102,7 +103,8 @@ def _with(tree: Tree, added: _Added | BlockHeader) -> Tree:
         items = {k: node for k, node in tree["d"] if not isinstance(k, dict)}
         new = {key: _with(items.get(key, {"d": []}), of_key) for key, of_key in added.items()}
         rest = [[k, node] for k, node in tree["d"] if isinstance(k, dict)]
-        return {"d": [*([k, node] for k, node in {**items, **new}.items()), *rest]}
+        marks = {KIND: tree[KIND]} if KIND in tree else {}
+        return {"d": [*([k, node] for k, node in {**items, **new}.items()), *rest], **marks}
     for letter in ("l", "t"):
         if letter in tree:
             nodes: dict[str | int, Tree] = dict(enumerate(tree[letter]))

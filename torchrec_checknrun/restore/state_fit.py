@@ -10,6 +10,7 @@ import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.placements import dtype_of
+from torchrec_checknrun.values.dicts import like
 from torchrec_checknrun.values.state import (
     SHARDED,
     TORCH_DTYPES,
@@ -132,11 +133,12 @@ def common_state(
             for key, value in current.items()
             if not (key in saved or of_table(key) or _all_covered(value, covered))
         ]
-        return {
+        items = {
             key: common_state(current[key], value, f"{path}.{key}", skipped, covered, of_table)
             for key, value in saved.items()
             if key in current
         }
+        return like(saved, items)
     if isinstance(current, torch.Tensor) and not (
         isinstance(saved, torch.Tensor) and _fits(current, saved.dtype, list(saved.shape))
     ):
@@ -209,7 +211,7 @@ def _graft(current: Any, saved: Any, kept: Callable[[Any, Any], bool]) -> Any:
     if isinstance(current, dict) and isinstance(saved, dict):
         found = {key: _graft(current.get(key), value, kept) for key, value in saved.items()}
         others = {k: v for k, v in current.items() if k not in found and kept(v, None)}
-        return {**found, **others}
+        return like(saved, {**found, **others})
     same_kind = isinstance(saved, (list, tuple, deque)) and type(saved) is type(current)
     if same_kind and len(saved) == len(current):
         items = [_graft(c, s, kept) for c, s in zip(current, saved, strict=True)]

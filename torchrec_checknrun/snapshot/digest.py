@@ -17,6 +17,7 @@ from msgspec import to_builtins
 from torchrec_checknrun.dense.param_groups import OWNERS
 from torchrec_checknrun.dense.wrappers import OF_EACH_RANK, WRAPPERS
 from torchrec_checknrun.format.entries import Entry, StateEntry
+from torchrec_checknrun.values.dicts import KIND
 from torchrec_checknrun.values.state import Tree, tree_items
 
 _WITH_BYTES = ("b", "x", "n")
@@ -146,7 +147,7 @@ def _values(node: Tree, path: str) -> Iterator[tuple[str, str, Tree | None]]:
         same = {key: value for key, value in node.items() if key not in (letter, _ORDER)}
         yield path, _text({**same, letter: None}), node
     elif letter == "d":
-        yield path, f"d{len(items)}", None
+        yield path, f"d{len(items)}{node.get(KIND, '')}", None
         for key, value in sorted(items, key=lambda item: _order_of(item[0])):
             step = f".{key}" if type(key) is str else f"[{_text(key)}]"
             yield from _values(value, path + step if path else step.removeprefix("."))

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
 from torchrec_checknrun.values.dense import require_dense
+from torchrec_checknrun.values.dicts import KIND, kind_of, of_kind
 from torchrec_checknrun.values.keys import decode_key, encode_key
 from torchrec_checknrun.values.plain_values import (
     DTYPES,
@@ -76,7 +77,7 @@ def encode_state(
         value: tensors, numpy arrays and scalars, bytes, str, int, float, complex, bool, None,
             ``torch.dtype``, ``torch.device``, ``torch.Size``, paths, ranges, slices, dates, times,
             members of enumerations, and list, tuple, set, frozenset, deque or dict (keys see
-            ``keys``) of them. Sets are stored in sorted order.
+            ``keys``, types ``dicts``) of them. Sets are stored in sorted order.
         name: the object's name in errors.
         views: knows the bytes of tensors that were encoded before.
 
@@ -93,9 +94,9 @@ class _Encoder:
 
     A node is ``{"v": value}`` for null, booleans, integers and strings, ``{"f": hex}`` for floats,
     ``{"d": [[key, node], …]}``, ``{"l": nodes}``, ``{"t": nodes}`` and ``{"set": nodes}`` for
-    containers, a list's with ``maxlen`` for a deque, ``{"b": span}`` for bytes, ``{"x": span, …}``
-    for tensors, ``{"n": span, …}`` for NumPy arrays, or one of ``plain_values``. A span is offset
-    and length in the payload.
+    containers, a list's with ``maxlen`` for a deque, a dict's with ``kind`` for one of ``dicts``,
+    ``{"b": span}`` for bytes, ``{"x": span, …}`` for tensors, ``{"n": span, …}`` for NumPy arrays,
+    or one of ``plain_values``. A span is offset and length in the payload.
     """
 
     def __init__(self, views: RawViews | None) -> None:
@@ -124,7 +125,7 @@ class _Encoder:
                 ]
                 for k, v in value.items()
             ]
-            return {"d": items, "whole": True} if kind is Whole else {"d": items}
+            return {"d": items} if kind is dict else _marked_dict(value, items)
         return self._other(value, path, depth)
 
     def _other(self, value: object, path: str, depth: int) -> Tree:
@@ -188,6 +189,14 @@ class _Encoder:
         length = data.nbytes if type(data) is memoryview else len(data)
         self._size = offset + length
         return [offset, length]
+
+
+def _marked_dict(value: dict[Any, Any], items: list[Any]) -> Tree:
+    """Return the node of a dict that is not a plain one."""
+    if type(value) is Whole:
+        return {"d": items, "whole": True}
+    kind = kind_of(value)
+    return {"d": items} if kind is None else {"d": items, KIND: kind}
 
 
 def _ordered(node: Tree, strides: list[int] | None) -> Tree:
@@ -280,10 +289,11 @@ def _visit(
     if not isinstance(node, dict):
         raise CorruptCheckpoint(f"state tree: expected a node, found {type(node).__name__}")
     if "d" in node:
-        return {_require_key(k): _visit(v, leaf, of_set) for k, v in node["d"]}
+        items = {_require_key(k): _visit(v, leaf, of_set) for k, v in node["d"]}
+        return of_kind(node.get(KIND), items)
     if "l" in node:
-        items = [_visit(v, leaf, of_set) for v in node["l"]]
-        return deque(items, node["maxlen"]) if "maxlen" in node else items
+        listed = [_visit(v, leaf, of_set) for v in node["l"]]
+        return deque(listed, node["maxlen"]) if "maxlen" in node else listed
     if "t" in node:
         return tuple(_visit(v, leaf, of_set) for v in node["t"])
     for name, kind in SETS.items():

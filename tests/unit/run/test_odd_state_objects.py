@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ def kept() -> dict[str, Any]:
         "device": torch.device("cpu"),
         "by_pair": {(0, "a"): 1.5, (1, None): torch.Size([2]), 0.5: {True: "x", None: []}},
         "recent": deque([("a", 1), {"b": deque([torch.ones(2)])}]),
+        "counts": {"cat_0": Counter(a=2), "all": [defaultdict(int, {3: 1}), OrderedDict(b=1, a=2)]},
     }
 
 
@@ -91,9 +92,9 @@ def test_all_of_it_comes_back(tmp_path: Path, survive: bool) -> None:
     for name in ("files", "seen"):
         one, two = found.pop(name), wanted.pop(name)
         assert (one.dtype, one.tolist()) == (two.dtype, two.tolist())
-    windows = found.pop("recent"), wanted.pop("recent")
-    assert str(windows[0]) == str(windows[1])
-    assert found == wanted
+    assert {name: str(value) for name, value in found.items()} == {
+        name: str(value) for name, value in wanted.items()
+    }
 
 
 def test_other_programs_read_it(tmp_path: Path) -> None:

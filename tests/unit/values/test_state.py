@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import OrderedDict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +64,7 @@ def assert_same(actual: object, wanted: object) -> None:
     assert type(actual) is type(wanted)
     if isinstance(wanted, dict):
         assert isinstance(actual, dict)
+        assert getattr(actual, "default_factory", 0) is getattr(wanted, "default_factory", 0)
         assert [(k, type(k)) for k in actual] == [(k, type(k)) for k in wanted]
         for key in wanted:
             assert_same(actual[key], wanted[key])
@@ -127,13 +128,21 @@ KEYS = st.one_of(
         max_leaves=4,
     ),
 )
+
+
+def of_a_kind(items: dict[Any, Any], number: int) -> dict[Any, Any]:
+    found: list[dict[Any, Any]] = [OrderedDict(), Counter(), defaultdict(list), defaultdict(), {}]
+    found[number].update(items)
+    return found[number]
+
+
 STATES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
         st.builds(deque, st.lists(inner, max_size=4), st.sampled_from([None, 0, 2, 9])),
-        st.dictionaries(KEYS, inner, max_size=4),
+        st.builds(of_a_kind, st.dictionaries(KEYS, inner, max_size=4), st.integers(0, 4)),
     ),
     max_leaves=12,
 )
@@ -192,6 +201,12 @@ def test_values_come_back(value: object) -> None:
         deque([torch.ones(2), "x"], maxlen=3),
         deque([1.5]),
         deque(maxlen=0),
+        Counter("abca"),
+        Counter({"up": 0, "down": -5}),
+        OrderedDict([("b", 1), ("a", Counter())]),
+        defaultdict(int, {5: 1}),
+        defaultdict(Counter, a=Counter(x=2)),
+        defaultdict(None, a=1),
     ],
     ids=repr,
 )
@@ -255,9 +270,28 @@ def test_leaves_are_aligned() -> None:
     assert all(offset % 64 == 0 for offset in offsets)
 
 
-def test_parameters_and_subclasses_of_dict_come_back_plain() -> None:
-    loaded = round_trip(OrderedDict(weight=torch.nn.Parameter(torch.ones(2))))
-    assert type(loaded) is dict
+class Settings(dict[str, int]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Settings(a=1), torch.nn.BatchNorm1d(2).state_dict(), defaultdict(lambda: 1, a=1)],
+    ids=["of a user", "of a module", "of a function"],
+)
+def test_other_dicts_come_back_plain(value: dict[str, Any]) -> None:
+    assert_same(round_trip(value), dict(value))
+
+
+def test_a_factory_with_a_type_s_name_is_not_that_type() -> None:
+    def int() -> str:
+        return "x"
+
+    assert type(round_trip(defaultdict(int))) is dict
+
+
+def test_parameters_come_back_as_tensors() -> None:
+    loaded = round_trip({"weight": torch.nn.Parameter(torch.ones(2))})
     assert type(loaded["weight"]) is torch.Tensor
     assert not loaded["weight"].requires_grad
 
