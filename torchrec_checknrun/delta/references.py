@@ -135,12 +135,6 @@ class Upon(Protocol[_T_co]):
         """
 
 
-EncodeUpon = Upon[tuple[torch.Tensor, Restored]]
-"""Encodes weights; returns the payload, 1-D uint8, and the new rows, as long as the references hold
-them.
-"""
-
-
 def encode_state_upon(
     references: References,
     positions: np.ndarray,
