@@ -17,6 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedState
+from torchrec_checknrun.values.configs import container_of, is_config
 from torchrec_checknrun.values.dense import require_dense
 from torchrec_checknrun.values.dicts import KIND, kind_of, of_kind
 from torchrec_checknrun.values.keys import decode_key, encode_key
@@ -159,6 +160,8 @@ class _Encoder:
             return _ordered(shown, strides_of(array))
         if (node := encode_value(value)) is not None:
             return node
+        if is_config(value):
+            return self.node(container_of(value, path), path, depth)
         raise UnsupportedState(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't be stored without "
             "pickle: let state_dict() return tensors, numpy arrays, bytes, str, int, float, "
