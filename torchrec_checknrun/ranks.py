@@ -68,7 +68,7 @@ class Ranks:
     """
 
     parted = False
-    _reduced: torch.Tensor | None = None
+    _reduced: dist.Work | None = None
 
     def __init__(self, timeout: timedelta) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -133,11 +133,13 @@ class Ranks:
         """Return the largest of the ranks' values, on all ranks."""
         if self.world_size == 1:
             return value
-        # Kept: gloo's thread, were it the last to drop it, would need the interpreter, which may
-        # end meanwhile.
-        self._reduced = found = torch.tensor(value, dtype=torch.int64, device="cpu")
+        found = torch.tensor(value, dtype=torch.int64, device="cpu")
         try:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+            work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            # Kept: gloo's thread, were it the last to drop it, would need the interpreter, which
+            # may end meanwhile, to drop the tensor.
+            self._reduced = work
+            work.wait()
         except RuntimeError:
             self.parted = True
             raise

@@ -9,6 +9,7 @@ ranks × tables (``recipes.benchmarks.planning`` measures it).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import math
@@ -24,6 +25,40 @@ from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_END_SECONDS = 10.0
+_ends: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Threads that an interpreter that ends waits for, each with what asks it to end."""
+
+
+def end_at_exit(thread: threading.Thread, stop: Callable[[], object] = lambda: None) -> None:
+    """Have an interpreter that ends, by an error as well, wait seconds for a daemon thread.
+
+    A thread that comes back from PyTorch's code into an interpreter that has ended aborts the
+    process: signal 6 takes the place of the program's own exit code.
+
+    Args:
+        stop: asks the thread to end; must not fail.
+    """
+    _ends[thread] = stop
+
+
+def leave_at_exit(thread: threading.Thread) -> None:
+    """Have an interpreter that ends not wait for a thread, which hangs."""
+    _ends.pop(thread, None)
+
+
+@atexit.register
+def end_all() -> None:
+    """End the threads of ``end_at_exit``."""
+    asked = list(_ends.items())
+    for _, stop in asked:
+        stop()
+    end = time.monotonic() + _END_SECONDS
+    for thread, _ in asked:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Threads:

@@ -41,7 +41,7 @@ from torchrec_checknrun.snapshot.snapshot import Snapshot
 from torchrec_checknrun.snapshot.staging import COPIER, Staging
 from torchrec_checknrun.store.file_copy import CopyTo
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import ReadyThread, pause_gc
+from torchrec_checknrun.threads import ReadyThread, end_at_exit, pause_gc
 from torchrec_checknrun.values.tensor_bytes import RawViews
 
 logger = logging.getLogger("torchrec_checknrun.run.checkpointer")
@@ -208,6 +208,7 @@ class Background:
 
             try:
                 save.thread = self._thread = self._start(run)
+                end_at_exit(save.thread)
             except BaseException:
                 resume()
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ from torchrec_checknrun.save.common_step import CommonStep
 from torchrec_checknrun.snapshot.cut_rows import CutRows
 from torchrec_checknrun.snapshot.items import Fingerprint
 from torchrec_checknrun.store.deadlines import Patience
+from torchrec_checknrun.threads import leave_at_exit
 
 _OF_STORAGE = (CorruptCheckpoint, CheckpointExists)
 """Errors about files found where a new checkpoint is to be written, which would seem to be about an
@@ -85,8 +85,8 @@ class Save:
         return self._done
 
     def leave(self) -> None:
-        """Join the thread of a save that is ``done``: an interpreter that exits while a thread
-        releases tensors, or waits for other ranks, aborts.
+        """Join the thread of a save that is ``done``, before other ends of the process are made:
+        it may still agree with other ranks.
         """
         if self.thread is not None and not self._given_up:
             self.thread.join(_LEAVE_SECONDS)
@@ -97,8 +97,8 @@ class Save:
         Raises:
             SaveFailed, UnsupportedState, InvalidPlan …: the checkpoint was not committed.
         """
-        if not (self._given_up or self.common_step.settled()):
-            atexit.register(self.leave)  # another rank is late
+        if not self._given_up:
+            self.common_step.settled()
         if self._error is not None:
             _raise_as_failed(self._error, self.proposal.header.step)
         assert self._manifest is not None
@@ -141,6 +141,8 @@ class Save:
             if self._committing and not force:
                 return False
             self._given_up = True
+            if self.thread is not None:
+                leave_at_exit(self.thread)
         self.finish(None, error)
         return True
 

@@ -9,6 +9,8 @@ import weakref
 from contextlib import suppress
 from typing import Protocol
 
+from torchrec_checknrun.threads import end_at_exit
+
 NICE = 10
 """Priority of the thread below that of predictions."""
 _CHANCE = random.Random()
@@ -35,6 +37,7 @@ def start_looking(
         daemon=True,
     )
     thread.start()
+    end_at_exit(thread, closing.set)
     return thread
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -21,6 +18,7 @@ from torchrec_checknrun.save import common_step
 from torchrec_checknrun.save.common_step import CommonStep
 from torchrec_checknrun.save.save import Save
 from torchrec_checknrun.store.deadlines import Patience
+from torchrec_checknrun.threads import end_all, end_at_exit
 
 
 class Meeting:
@@ -111,29 +109,22 @@ def test_a_process_ends_after_its_ranks_have_agreed(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common_step, "_MOMENT_SECONDS", 0.01)
-    at_exit: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    heard, end_heard = make_save(CommonStep(), error)
-    await_save(heard)
-    with suppress(SaveFailed):
-        heard.result()  # another rank is late
-    running, end_running = make_save(CommonStep(), error)
-    at_exit.append(partial(finish_at_exit, running))
-    for finish, end in zip([*at_exit], (end_heard, end_running), strict=True):
-        with ThreadPoolExecutor(1) as threads:
-            left = threads.submit(finish)
-            assert not wait([left], 0.05).done
-            end.set()
-            left.result(10.0)
+    save, end = make_save(CommonStep(), error)
+    with ThreadPoolExecutor(1) as threads:
+        left = threads.submit(finish_at_exit, save)
+        assert not wait([left], 0.05).done
+        end.set()
+        left.result(10.0)
 
 
-def test_a_save_that_was_given_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atexit, "register", pytest.fail)
+def test_a_save_that_was_given_up_is_not_waited_for() -> None:
     save, end = make_save(CommonStep(), None)
+    assert save.thread is not None
+    end_at_exit(save.thread)
     assert save.give_up(SaveFailed("says the test"))
     await_save(save)
     save.result()
     save.leave()
-    assert save.thread is not None
+    end_all()
     assert save.thread.is_alive()
     end.set()
