@@ -81,18 +81,22 @@ class Browser:
             time.sleep(0.1)
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        return asyncio.run(self._ask(method, parameters))
+        until = time.monotonic() + START_SECONDS
+        while "result" not in (answer := asyncio.run(self._ask(method, parameters))):
+            assert time.monotonic() < until, answer
+            time.sleep(0.1)  # the page was still being loaded
+        found: dict[str, Any] = answer["result"]
+        return found
 
     async def _ask(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Send one command to the page, and return what it answers."""
+        """Send one command to the page, and return the message that answers it."""
         async with aiohttp.ClientSession() as session:
             where = await self._page(session)
             async with session.ws_connect(where, max_msg_size=0) as socket:
                 await socket.send_json({"id": 1, "method": method, "params": parameters})
                 while (answer := await socket.receive_json(timeout=60)).get("id") != 1:
                     pass
-        found: dict[str, Any] = answer["result"]
-        return found
+        return dict(answer)
 
     async def _page(self, session: aiohttp.ClientSession) -> str:
         """Return the address at which the page takes commands, once the browser has started."""
