@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripting import SCRIPTS
 from tests.unit.recipes.asked import Server, some, train
 
 browser = pytest.importorskip("tests.unit.recipes.browser", exc_type=ImportError)
 
 pytestmark = [
+    SCRIPTS,  # the server does
     pytest.mark.browser,
     pytest.mark.skipif(
         browser.program() is None,
