@@ -6,6 +6,7 @@ import random
 import threading
 
 from torchrec_checknrun.serve.looking import start_looking
+from torchrec_checknrun.threads import end_all
 
 
 class Failing:
@@ -26,3 +27,18 @@ def test_pauses_after_errors_draw_from_no_generator_of_the_program() -> None:
     start_looking(follower, follower.closing, interval_seconds=1e-4).join(60)
     assert follower.looks == 3
     assert random.getstate() == before
+
+
+class Idle:
+    """A follower that finds nothing new."""
+
+    def look(self) -> bool:
+        return False
+
+
+def test_a_program_that_ends_waits_for_the_thread() -> None:
+    """A thread in PyTorch's code, which an interpreter that has ended doesn't take back, aborts."""
+    follower = Idle()
+    thread = start_looking(follower, threading.Event(), interval_seconds=600)
+    end_all()
+    assert not thread.is_alive()
