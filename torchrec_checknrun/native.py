@@ -108,6 +108,15 @@ def build_command() -> str:
     )
 
 
+def park_terminated_threads() -> None:
+    """Have a thread that PyTorch returns to an interpreter that has ended wait, not abort.
+
+    Without the extension it may abort: the exit code is then that of signal 6.
+    """
+    if has_extension():
+        torch.ops.checknrun.park_terminated_threads()
+
+
 def can_copy(*tensors: torch.Tensor) -> bool:
     """Tell whether ``copy_rows`` can copy: all tensors contiguous, on the CPU, and not empty."""
     return all(

@@ -21,19 +21,31 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _END_SECONDS = 10.0
-_ends: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Threads that an interpreter that ends waits for, each with what asks it to end."""
 
 
-def end_at_exit(thread: threading.Thread, stop: Callable[[], object] = lambda: None) -> None:
+@dataclass
+class _End:
+    stop: Callable[[], object]
+    left: Callable[[], object]
+    hangs: bool = False
+
+
+_ends: weakref.WeakKeyDictionary[threading.Thread, _End] = weakref.WeakKeyDictionary()
+"""Threads that an interpreter that ends waits for."""
+
+
+def end_at_exit(
+    thread: threading.Thread,
+    stop: Callable[[], object] = lambda: None,
+    left: Callable[[], object] = lambda: None,
+) -> None:
     """Have an interpreter that ends, by an error as well, wait seconds for a daemon thread.
 
     A thread that comes back from PyTorch's code into an interpreter that has ended aborts the
@@ -41,24 +53,29 @@ def end_at_exit(thread: threading.Thread, stop: Callable[[], object] = lambda: N
 
     Args:
         stop: asks the thread to end; must not fail.
+        left: called where the thread has not ended in time; must not fail.
     """
-    _ends[thread] = stop
+    _ends[thread] = _End(stop, left)
 
 
 def leave_at_exit(thread: threading.Thread) -> None:
     """Have an interpreter that ends not wait for a thread, which hangs."""
-    _ends.pop(thread, None)
+    if (end := _ends.get(thread)) is not None:
+        end.hangs = True
 
 
 @atexit.register
 def end_all() -> None:
     """End the threads of ``end_at_exit``."""
     asked = list(_ends.items())
-    for _, stop in asked:
-        stop()
-    end = time.monotonic() + _END_SECONDS
-    for thread, _ in asked:
-        thread.join(max(0.0, end - time.monotonic()))
+    for _, end in asked:
+        end.stop()
+    until = time.monotonic() + _END_SECONDS
+    for thread, end in asked:
+        if not end.hangs:
+            thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():
+            end.left()
 
 
 class Threads:

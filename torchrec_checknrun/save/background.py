@@ -25,6 +25,7 @@ from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.gpu_streams import GpuReads
 from torchrec_checknrun.model.hand_written import Overwritten
 from torchrec_checknrun.model.tracked_shard import TrackedShard
+from torchrec_checknrun.native import park_terminated_threads
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.lineage import Proposal
 from torchrec_checknrun.save.commit import CheckpointWriter, save_checkpoint
@@ -208,7 +209,7 @@ class Background:
 
             try:
                 save.thread = self._thread = self._start(run)
-                end_at_exit(save.thread)
+                end_at_exit(save.thread, left=park_terminated_threads)
             except BaseException:
                 resume()
                 raise
