@@ -194,7 +194,7 @@ def _plan(
         newest = max((listing.ids[id].sequence for id in needed), default=0)
         # Any older one may be what the newest of them builds on: its manifest would tell.
         stay = needed.keys() | {id for id in unknown if listing.ids[id].sequence < newest}
-        plan.unclear = {name: listing.ids[name] for name in sorted(unknown - stay)}
+        plan.unclear = {name: listing.ids[name] for name in sorted(unknown - stay - used)}
         of_none = find_leftovers(root, plan.unclear.values(), below, plan.problems)
         plan.leftovers = tuple(of_none)
     if plan.verdict.delete:

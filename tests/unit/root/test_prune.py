@@ -10,7 +10,7 @@ from tests.unit.chains import write
 from tests.unit.root.commits import ROWS, commit, leftover, part, write_full
 from torchrec_checknrun.errors import CheckpointNotFound, RootInUse, UnsupportedFormat
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.format.names import MANIFEST_NAME, PRIORITY_SAVES, checkpoint_id
+from torchrec_checknrun.format.names import MANIFEST_NAME, PRIORITY_SAVES, checkpoint_id, new_id
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed
 from torchrec_checknrun.root.counting import counting
@@ -187,6 +187,22 @@ def test_a_compaction_s_directory_is_no_leftover(root: Folder) -> None:
     assert FOLDER not in (root / name).names()
     assert prune(root, Retention(9)).leftovers == (name,)
     assert name not in root.names()
+
+
+def test_a_compaction_that_has_only_begun_is_no_leftover(root: Folder) -> None:
+    """Leave the directory in which the run's own compaction has yet to make its claim."""
+    *_, third, _ = fill(root)
+    begun, crashed = (new_id(n, n, compacted=True) for n in (third.sequence, third.sequence - 1))
+    for name in (begun, crashed):
+        (root / name).create()
+    lease = Lease(root)
+    lease.acquire(lambda _: committed(root))
+    try:
+        done = prune(root, Retention(9), own=lease.claim, copies_of=[third.sequence])
+    finally:
+        lease.release()
+    assert done.leftovers == (crashed,)
+    assert begun in root.names()
 
 
 def test_what_a_writer_was_restored_from_stays(root: Folder) -> None:
