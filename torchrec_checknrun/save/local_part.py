@@ -23,7 +23,7 @@ from torchrec_checknrun.snapshot.items import Item, RowsItem, fingerprint
 from torchrec_checknrun.snapshot.late_copies import LateCopies
 from torchrec_checknrun.snapshot.snapshot import ShardSnapshot
 from torchrec_checknrun.snapshot.staging import Staging
-from torchrec_checknrun.threads import ReadyThread
+from torchrec_checknrun.threads import BEHIND_TRAINING, ReadyThread, lower_priority
 
 
 class LocalPart:
@@ -134,5 +134,6 @@ class LocalPart:
 
     def _jobs(self, names: Sequence[str], settled: Settled) -> Iterator[Job]:
         assert self.staging is not None
+        lower_priority(BEHIND_TRAINING)  # the file's thread, which starts now, inherits it
         jobs = self.staging.jobs(names, settled)
         return self.parent_content.jobs(self._save.proposal, jobs)

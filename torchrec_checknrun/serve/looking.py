@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import weakref
-from contextlib import suppress
 from typing import Protocol
 
-from torchrec_checknrun.threads import end_at_exit
+from torchrec_checknrun.threads import end_at_exit, lower_priority
 
 NICE = 10
 """Priority of the thread below that of predictions."""
@@ -43,10 +41,7 @@ def start_looking(
 
 def _keep_looking(follower: weakref.ref[Looks], closing: threading.Event, interval: float) -> None:
     """Look with pauses, which grow after errors."""
-    with suppress(OSError, AttributeError):  # of this thread alone, where the system can
-        own = threading.get_native_id()
-        lower = min(19, os.getpriority(os.PRIO_PROCESS, own) + NICE)
-        os.setpriority(os.PRIO_PROCESS, own, lower)
+    lower_priority(NICE)
     failures = 0
     while not closing.is_set():
         still = follower()
