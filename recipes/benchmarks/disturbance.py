@@ -1,6 +1,6 @@
 """Measure the cost of a background save for the training thread: thread beside process.
 
-    python -m recipes.benchmarks.disturbance [--json out.json] [--saves 8]
+    python -m recipes.benchmarks.disturbance [--json out.json] [--saves 8] [--staging copy]
 
 Twice. First the worst case for Python's lock: operations of a few microseconds, each of which
 releases and retakes the lock, for which the system must put the training thread to sleep and wake
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from recipes.benchmarks.machine import describe
 from recipes.benchmarks.side_by_side.model import Job, Setting
 from torchrec_checknrun import Checkpointer, Consecutive, Quantization
 from torchrec_checknrun.save.background import BackgroundKind
+from torchrec_checknrun.snapshot.encoded_at_cut import StagingMode
 
 KINDS: tuple[BackgroundKind, ...] = ("thread", "process")
 _UNDISTURBED_SECONDS = 1.0
@@ -69,7 +71,9 @@ class Interval:
     waits: int
 
 
-def checkpointer_of(job: Job, kind: BackgroundKind, root: Path) -> Checkpointer:
+def checkpointer_of(
+    job: Job, kind: BackgroundKind, root: Path, staging: StagingMode
+) -> Checkpointer:
     """Make the checkpointer to measure."""
     return Checkpointer(
         root,
@@ -77,15 +81,17 @@ def checkpointer_of(job: Job, kind: BackgroundKind, root: Path) -> Checkpointer:
         state={"optimizer": job.optimizer},
         policy=Consecutive(),
         quantization=Quantization(bits=4),
-        staging="copy",
+        staging=staging,
         background=kind,
     )
 
 
-def intervals(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[Interval]:
+def intervals(
+    job: Job, kind: BackgroundKind, saves: int, root: Path, staging: StagingMode
+) -> list[Interval]:
     """Run ``saves`` intervals with a save, each after one without."""
     found = []
-    with checkpointer_of(job, kind, root) as checkpointer:
+    with checkpointer_of(job, kind, root, staging) as checkpointer:
         checkpointer.save()
         for number in tqdm(range(2 * saves + 2), desc=f"{kind}, steps", file=sys.stderr):
             batches, call = job.batches(number % 12), None
@@ -103,10 +109,12 @@ def intervals(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[In
     return found[2:]  # the first ones touch memory that the others find warm
 
 
-def measure(job: Job, kind: BackgroundKind, saves: int, root: Path) -> list[Disturbance]:
+def measure(
+    job: Job, kind: BackgroundKind, saves: int, root: Path, staging: StagingMode
+) -> list[Disturbance]:
     """Run ``saves`` saves, each beside the same operations without one."""
     found = []
-    with checkpointer_of(job, kind, root) as checkpointer:
+    with checkpointer_of(job, kind, root, staging) as checkpointer:
         checkpointer.save()
         for interval in tqdm(range(saves + 1), desc=kind, file=sys.stderr):
             for shard, rows in job.modified(interval):
@@ -142,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--saves", type=int, default=8)
     parser.add_argument("--rows", type=int, default=Setting.rows, help="of all tables together")
+    parser.add_argument("--staging", choices=get_args(StagingMode), default="copy")
     options = parser.parse_args(arguments)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     job = Job(Setting(rows=options.rows))
@@ -149,13 +158,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps: dict[str, list[Interval]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in KINDS:
-            found[kind] = measure(job, kind, options.saves, Path(folder) / kind)
-            steps[kind] = intervals(job, kind, options.saves, Path(folder) / f"{kind}-steps")
+            saves, staging = options.saves, options.staging
+            found[kind] = measure(job, kind, saves, Path(folder) / kind, staging)
+            steps[kind] = intervals(job, kind, saves, Path(folder) / f"{kind}-steps", staging)
     for table in (_short_operations(found), _steps(steps)):
         Console(width=100).print(table)
     if options.json is not None:
         document = {
             **describe(),
+            "staging": options.staging,
             "saves": {name: [asdict(save) for save in saves] for name, saves in found.items()},
             "intervals": {name: [asdict(one) for one in every] for name, every in steps.items()},
         }

@@ -134,6 +134,8 @@ class LocalPart:
 
     def _jobs(self, names: Sequence[str], settled: Settled) -> Iterator[Job]:
         assert self.staging is not None
-        lower_priority(BEHIND_TRAINING)  # the file's thread, which starts now, inherits it
+        # The file's thread, which starts now, inherits it. Not the copier: training copies what it
+        # changes before the copier has.
+        lower_priority(BEHIND_TRAINING)
         jobs = self.staging.jobs(names, settled)
         return self.parent_content.jobs(self._save.proposal, jobs)

@@ -35,7 +35,7 @@ from torchrec_checknrun.snapshot.staged import (
     StagedTensor,
     with_encoding,
 )
-from torchrec_checknrun.threads import BEHIND_TRAINING, ReadyThread, lower_priority
+from torchrec_checknrun.threads import ReadyThread
 
 COPIER = "checknrun-copy"
 """Name of the thread that stages the rows that are copied on write."""
@@ -242,7 +242,6 @@ class Staging:
         that frees most of it.
         """
         try:
-            lower_priority(BEHIND_TRAINING)
             self._at_cut_done.wait()  # memory is taken in order
             left = dict(self._behind)
             while left:

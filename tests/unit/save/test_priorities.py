@@ -1,4 +1,4 @@
-"""Come after training where cores are short: threads that copy, encode and write."""
+"""Come after training where cores are short: threads that encode and write."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Seen:
         self._patch.setattr(owner, name, noted)
 
 
-def test_training_comes_before_what_copies_encodes_and_writes(
+def test_training_comes_before_what_encodes_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread of the second or third save inherits the level of the save before."""
@@ -69,7 +69,12 @@ def test_training_comes_before_what_copies_encodes_and_writes(
             for _ in range(3):
                 job.train(4)
                 saver.save()
-    assert set(seen.levels.pop("prepare")) == {own}
-    assert seen.levels.keys() == {"encode", "_write", "commit", "finish"}
-    assert set().union(*seen.levels.values()) == {own + BEHIND_TRAINING}
+    behind = min(19, own + BEHIND_TRAINING)
+    assert {name: set(levels) for name, levels in seen.levels.items()} == {
+        "prepare": {own},
+        "finish": {own},
+        "encode": {behind},
+        "_write": {behind},
+        "commit": {behind},
+    }
     assert niceness() == own
