@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 BEHIND_TRAINING = 5
-"""Steps of niceness of threads that work for a save behind training, which would else share its
-processor with them. No more than that: other work of the machine must not starve them.
+"""Steps of niceness of threads that work for a save behind training, which else shares its
+processors with them. No more than that: other work of the machine must not starve them.
 """
 _END_SECONDS = 10.0
 

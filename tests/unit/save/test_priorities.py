@@ -23,7 +23,7 @@ from torchrec_checknrun.snapshot.staged import StagedJob
 from torchrec_checknrun.store.behind import WriteBehind
 from torchrec_checknrun.threads import BEHIND_TRAINING
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities here")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no priorities of threads")
 
 
 def niceness() -> int:
