@@ -42,7 +42,7 @@ from tests.distributed.states import gather, local_bytes
 from tests.distributed.zoo import Net, Zoo, ZooBatch, shard_net
 from torchrec_checknrun import Checkpointer, Consecutive, errors
 from torchrec_checknrun.dcp import SavePlanner, StorageWriter
-from torchrec_checknrun.model.kernels import find_modules
+from torchrec_checknrun.model.module_tree import find_modules
 
 DIM, SAMPLES = 4, 6
 CHUNK_BYTES = 700

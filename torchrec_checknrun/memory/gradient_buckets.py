@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_checknrun.model.kernels import embedding_collections
+from torchrec_checknrun.model.module_tree import embedding_collections
 
 
 def settle_buckets(model: nn.Module) -> None:

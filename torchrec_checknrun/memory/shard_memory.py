@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec_checknrun.errors import ImagesRefused
 from torchrec_checknrun.memory.step_journal import KernelJournal, StepJournal
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
-from torchrec_checknrun.model.kernels import embedding_collections
+from torchrec_checknrun.model.module_tree import embedding_collections
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.native import build_command, extension_problem, has_extension

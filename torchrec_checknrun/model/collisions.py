@@ -21,7 +21,7 @@ from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollis
 from torchrec_checknrun.boxes import Span
 from torchrec_checknrun.format.chunk import EncodedChunk, Path
 from torchrec_checknrun.format.entries import CollisionsEntry, Facts
-from torchrec_checknrun.model.kernels import find_modules
+from torchrec_checknrun.model.module_tree import find_modules
 from torchrec_checknrun.values.state import encode_state
 
 NAME = "managed collisions"

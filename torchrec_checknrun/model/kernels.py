@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
@@ -26,13 +27,12 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding,
     BatchedFusedEmbeddingBag,
 )
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv2D
 
 from torchrec_checknrun.dense.optimizers import DenseOptimizers, row_states, state_of
 from torchrec_checknrun.errors import UnsupportedTable
+from torchrec_checknrun.model.module_tree import embedding_collections, find_modules
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
 FUSED = (BatchedFusedEmbeddingBag, BatchedFusedEmbedding)
@@ -258,38 +258,6 @@ def find_kernels(
     return kernels, tables
 
 
-def embedding_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the sharded collections, each with its tables' prefix in the state dict."""
-    kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-    for path, module in find_modules(model, kinds):
-        is_bag = isinstance(module, ShardedEmbeddingBagCollection)
-        name = "embedding_bags" if is_bag else "embeddings"
-        yield f"{path}.{name}." if path else f"{name}.", module
-
-
-def find_modules(
-    module: nn.Module, kinds: tuple[type[nn.Module], ...]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of some kinds, each once, with its state-dict path.
-
-    Wrappers (DistributedModelParallel, DistributedDataParallel) add nothing to the path.
-    """
-    seen: set[int] = set()
-    left = [("", module)]
-    while left:
-        path, module = left.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if isinstance(module, kinds):
-            yield path, module
-        elif isinstance(module, (DistributedModelParallel, DistributedDataParallel)):
-            left.append((path, module.module))
-        else:
-            children = [*module.named_children()]
-            left += [(f"{path}.{n}" if path else n, child) for n, child in reversed(children)]
-
-
 def _kernel(module: Any, prefix: str, collection: Any, optimizers: DenseOptimizers) -> Kernel:
     names = [table.name for table in module._config.embedding_tables]
     data_parallel = type(module) in (BatchedDenseEmbedding, BatchedDenseEmbeddingBag) and all(
@@ -342,6 +310,13 @@ def _why_other_rows(tbe: Any, shards: list[LocalShard]) -> str:
         return f"optimizer {tbe.optimizer} may change rows that were not looked up"
     if not tbe.use_cpu:
         return ""
+    if large := [shards[number].table for number in _behind_4_gib(tbe, shards)]:
+        return (
+            f"FBGEMM's CPU kernel of row-wise Adagrad trains other rows than were looked up in "
+            f"{large}, where fp32 rows begin more than 4 GiB behind their table's first: it "
+            "updates the weights that are 4 GiB before them (with or without checkpoints: shard "
+            "the table over more ranks or by columns, train it in fp16, or by Adagrad)"
+        )
     # FBGEMM's CPU kernels tell tables apart by where their rows begin, all rows counted: a table
     # without rows and the one behind it are one table to them, of the first one's columns.
     empty: list[LocalShard] = []
@@ -359,6 +334,27 @@ def _why_other_rows(tbe: Any, shards: list[LocalShard]) -> str:
             )
         empty = []
     return ""
+
+
+def _behind_4_gib(tbe: Any, shards: list[LocalShard]) -> Iterator[int]:
+    """Yield the tables of which FBGEMM's CPU kernel counts bytes in 32 bits, by number.
+
+    FBGEMM has other code for sequences, for fp16, and for tables that several features look up.
+    """
+    if (
+        tbe.optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD
+        or tbe.pooling_mode is PoolingMode.NONE
+        or getattr(tbe, "_used_rowwise_adagrad_with_counter", False)
+    ):
+        return
+    for number, weight in enumerate(shard.weight for shard in shards):
+        last_row_begins = weight.nbytes - weight[:1].nbytes
+        if (
+            weight.dtype == torch.float32
+            and last_row_begins >= 1 << 32
+            and list(tbe.feature_table_map).count(number) == 1
+        ):
+            yield number
 
 
 def _is_averaged(collection: Any, prefix: str) -> bool:

@@ -1,4 +1,4 @@
-"""Notice when a model's modules, parameters or buffers are other objects than before.
+"""Find modules in a model, and notice when modules, parameters or buffers are other objects.
 
 To find kernels and tables, or to ask a model for its state dict, takes a large model a good part of
 a millisecond, and says the same each time. To compare the objects that the answer was made of takes
@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torchrec.distributed.composable.table_batched_embedding_slice import (
     TableBatchedEmbeddingSlice,
 )
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_checknrun.dense.references import local_tensors
 from torchrec_checknrun.errors import UnsupportedState
-from torchrec_checknrun.model.kernels import embedding_collections
 from torchrec_checknrun.native import TensorPlaces
 from torchrec_checknrun.values.dense import is_dense
 
@@ -144,6 +147,38 @@ class ModuleTree:
                 for t in chain(*map(local_tensors, self._sharded))
             ],
         ]
+
+
+def embedding_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the sharded collections, each with its tables' prefix in the state dict."""
+    kinds = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+    for path, module in find_modules(model, kinds):
+        is_bag = isinstance(module, ShardedEmbeddingBagCollection)
+        name = "embedding_bags" if is_bag else "embeddings"
+        yield f"{path}.{name}." if path else f"{name}.", module
+
+
+def find_modules(
+    module: nn.Module, kinds: tuple[type[nn.Module], ...]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of some kinds, each once, with its state-dict path.
+
+    Wrappers (DistributedModelParallel, DistributedDataParallel) add nothing to the path.
+    """
+    seen: set[int] = set()
+    left = [("", module)]
+    while left:
+        path, module = left.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if isinstance(module, kinds):
+            yield path, module
+        elif isinstance(module, (DistributedModelParallel, DistributedDataParallel)):
+            left.append((path, module.module))
+        else:
+            children = [*module.named_children()]
+            left += [(f"{path}.{n}" if path else n, child) for n, child in reversed(children)]
 
 
 def _refuse_lazy(model: nn.Module) -> None:

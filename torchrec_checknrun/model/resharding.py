@@ -20,7 +20,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_checknrun.marks.cuts import Cut
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hooks import surround
-from torchrec_checknrun.model.kernels import embedding_collections
+from torchrec_checknrun.model.module_tree import embedding_collections
 from torchrec_checknrun.model.tracked_shard import TrackedShard
 from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.shards import LocalShard, Rectangle

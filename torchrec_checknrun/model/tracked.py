@@ -32,13 +32,8 @@ from torchrec_checknrun.model.hooks import (
     announce_evictions,
     surround,
 )
-from torchrec_checknrun.model.kernels import (
-    Kernel,
-    embedding_collections,
-    find_kernels,
-    find_modules,
-)
-from torchrec_checknrun.model.module_tree import ModuleTree
+from torchrec_checknrun.model.kernels import Kernel, find_kernels
+from torchrec_checknrun.model.module_tree import ModuleTree, embedding_collections, find_modules
 from torchrec_checknrun.model.progress import OptimizerClock, set_table_progress, table_progress
 from torchrec_checknrun.model.resharding import (
     Collections,

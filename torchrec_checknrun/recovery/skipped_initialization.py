@@ -27,7 +27,8 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from torchrec_checknrun.errors import ModelPartlyRestored
 from torchrec_checknrun.memory.images import Images
-from torchrec_checknrun.model.kernels import FUSED, embedding_collections
+from torchrec_checknrun.model.kernels import FUSED
+from torchrec_checknrun.model.module_tree import embedding_collections
 from torchrec_checknrun.store.folder import Folder
 
 _MARK = "_checknrun_uninitialized"

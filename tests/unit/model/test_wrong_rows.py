@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 
 from torchrec_checknrun.model.kernels import _why_other_rows
 from torchrec_checknrun.shards import LocalShard, Rectangle, TableShape
 
+ROWWISE = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+IN_4_GIB = 1 << 24
+"""Number of rows of 64 fp32 values, or 256 bytes."""
 
-def shards(*shapes: tuple[int, int]) -> list[LocalShard]:
+
+def shards(*shapes: tuple[int, int], dtype: torch.dtype = torch.float32) -> list[LocalShard]:
     return [
         LocalShard(
             table=f"t{number}",
             shape=TableShape(100, cols),
             rectangle=Rectangle(100 - rows, 100, 0, cols),
-            weight=torch.zeros(rows, cols),
+            weight=torch.empty(rows, cols, dtype=dtype, device="meta"),
             optimizer={},
         )
         for number, (rows, cols) in enumerate(shapes)
     ]
 
 
-def why(*shapes: tuple[int, int], cpu: bool = True) -> str:
-    tbe = SimpleNamespace(use_cpu=cpu, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-    return _why_other_rows(tbe, shards(*shapes))
+def why(
+    *shapes: tuple[int, int],
+    cpu: bool = True,
+    features: Sequence[int] | None = None,
+    pooling: PoolingMode = PoolingMode.SUM,
+    optimizer: EmbOptimType = ROWWISE,
+    counter: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    tbe = SimpleNamespace(
+        use_cpu=cpu,
+        optimizer=optimizer,
+        feature_table_map=list(range(len(shapes)) if features is None else features),
+        pooling_mode=pooling,
+        _used_rowwise_adagrad_with_counter=counter,
+    )
+    return _why_other_rows(tbe, shards(*shapes, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -57,3 +78,34 @@ def test_a_table_behind_one_without_rows(
 )
 def test_other_kernels_train_what_was_looked_up(shapes: list[tuple[int, int]]) -> None:
     assert why(*shapes) == ""
+
+
+@pytest.mark.parametrize("rows", [IN_4_GIB + 1, 3 * IN_4_GIB])
+@pytest.mark.parametrize("pooling", [PoolingMode.SUM, PoolingMode.MEAN])
+def test_a_row_behind_4_gib(rows: int, pooling: PoolingMode) -> None:
+    """Name the tables of which FBGEMM 1.8's row-wise Adagrad was seen to train other rows."""
+    found = why((30, 20), (rows, 64), (IN_4_GIB, 64), pooling=pooling)
+    assert "['t1']" in found
+    assert "4 GiB" in found
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        {"cpu": False},
+        {"features": [0, 0]},
+        {"pooling": PoolingMode.NONE},
+        {"optimizer": EmbOptimType.EXACT_SGD},
+        {"optimizer": EmbOptimType.EXACT_ADAGRAD},
+        {"counter": True},
+        {"dtype": torch.float16},
+    ],
+)
+def test_kernels_that_count_rows_behind_4_gib_right(kernel: dict[str, Any]) -> None:
+    assert why((IN_4_GIB + 1, 64), **kernel) == ""
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(IN_4_GIB, 64), (10_737_419, 100)])
+def test_the_last_row_that_begins_in_4_gib(rows: int, dim: int) -> None:
+    assert why((rows, dim)) == ""
+    assert why((rows + 1, dim)) != ""
