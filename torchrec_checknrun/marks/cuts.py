@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ import torch
 
 from torchrec_checknrun.marks.layers import Consumer, Selected, Share
 from torchrec_checknrun.marks.marks import Marks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -70,6 +73,7 @@ class Cuts:
     def __init__(self) -> None:
         self._open: weakref.WeakSet[Cut] = weakref.WeakSet()
         self._made = 0
+        self._warned = False
 
     def __iter__(self) -> Iterator[Cut]:
         return iter(self._open)
@@ -77,6 +81,7 @@ class Cuts:
     def take(self, shards: Sequence[Marks], consumers: Consumer) -> Cut:
         """Take the consumers' marks of all shards away; leave them in place on failure."""
         self._made += 1
+        self._mark_untold(shards)
         cut = Cut(self._made, consumers)
         self._open.add(cut)
         bits = int(consumers)
@@ -88,6 +93,23 @@ class Cuts:
         except BaseException:
             self.merge(cut)
             raise
+
+    def _mark_untold(self, shards: Sequence[Marks]) -> None:
+        """Mark all rows of all shards, if rows of any changed that nothing told of."""
+        found = [m for m in shards if m.untouched is not None and m.untouched.changed(m.live)]
+        if not found:
+            return
+        for marks in shards:
+            marks.mark_all()
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "rows changed that no lookup touched, and no write that PyTorch counts (they were "
+                "written through .data or NumPy, by a collective, or by a kernel of the program's "
+                "own): all rows of all tables count as modified in this checkpoint. This is "
+                "noticed by a sample of rows, so that another time it may not be: write them "
+                "inside `with checkpointer.writing(table, rows):`, or name them by mark() before"
+            )
 
     def merge(self, cut: Cut) -> None:
         """Mark a cut's rows again, in addition to those marked since."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,6 +31,19 @@ _FEW_IDS = 4096
 """Number of pending ids that are kept as a list even for a table with fewer rows."""
 _MOST_LAYERS = 16
 """Layers at which a cut consolidates by itself, as nothing else seems to do it."""
+
+
+class Untouched(Protocol):
+    """A sample of a shard's rows; see ``untouched_rows``."""
+
+    def remember(self) -> None:
+        """Remember the rows' present content, if theirs was forgotten."""
+
+    def forget(self) -> None:
+        """Compare nothing until the rows' content is remembered again."""
+
+    def changed(self, live: torch.Tensor) -> bool:
+        """Return whether a row changed since the last look that isn't marked; remember all."""
 
 
 class _State(NamedTuple):
@@ -54,6 +67,7 @@ class Marks:
         device: device of the shard's weight.
         kept: what outlives the process of all this; None: nothing.
         noted: told of the rows of each update, once for each lookup; None: nobody is.
+        untouched: a sample of rows that nothing seems to change; None: there is none.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -61,6 +75,7 @@ class Marks:
         self.device = device
         self.kept: KeptMarks | None = None
         self.noted: Callable[[torch.Tensor], object] | None = None
+        self.untouched: Untouched | None = None
         self._state = _State(self._zeros(), ())
         self._spare: torch.Tensor | None = None
         self._lock = threading.Lock()  # only ever for as long as it takes to look at each layer
@@ -142,6 +157,8 @@ class Marks:
 
     def clear(self, consumer: Consumer) -> None:
         """Clear the consumer's marks."""
+        if self.untouched is not None:
+            self.untouched.forget()
         with self._lock:
             for layer in self.layers:
                 layer.bits &= ~int(consumer)

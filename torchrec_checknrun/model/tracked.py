@@ -22,7 +22,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCol
 from torchrec_checknrun.dense.optimizers import DenseOptimizers
 from torchrec_checknrun.marks.cuts import Cut, Cuts
 from torchrec_checknrun.marks.layers import Consumer
-from torchrec_checknrun.marks.marks import Marks
+from torchrec_checknrun.marks.untouched_rows import marks_of
 from torchrec_checknrun.model.collisions import Collisions, CollisionState
 from torchrec_checknrun.model.dense_model import DenseModel
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
@@ -262,17 +262,18 @@ class TrackedModel(TrackedTables):
         for watch in WriteWatch.of(kernel.module for kernel in self._kernels()):
             watch.acknowledge()
             watch.by_hand.forget()
+        for shard in self.shards:
+            if shard.marks.untouched is not None:
+                shard.marks.untouched.remember()
 
     def begin_restore(self, tables: Container[str]) -> None:
         """Mark what a restore of tables may change, for every tracker; start this one's over."""
         self.check_writes()
         for shard in self.shards:
-            if shard.table in tables:
-                shard.mark_all(everywhere=True)
+            shard.mark_all(everywhere=shard.table in tables)
         # Intervals of other trackers go on: what may differ from their last checkpoint is marked,
         # and to forget it only on ranks that hold these rows would set the ranks at odds.
         self.restores += 1
-        self.mark_all()
         self.clear(Consumer.LAST | Consumer.BASELINE)
 
     def progress(self) -> dict[str, OptimizerClock]:
@@ -316,7 +317,7 @@ class TrackedModel(TrackedTables):
             if hook is not None:
                 self._hooks[hook] = before[hook]
                 continue
-            marks = [Marks(s.rectangle.rows, s.weight.device) for s in kernel.shards]
+            marks = marks_of(kernel.shards, sampled=kernel.changes_in_backward_only)
             hooked = DataParallelHook if kernel.data_parallel else KernelHook
             hook = hooked(kernel, marks)
             shards = [TrackedShard(hook.writes, i) for i in range(len(marks))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -40,6 +42,13 @@ RIGHT = [
 ]
 Case = tuple[int, DataType, type[torch.optim.Optimizer], int]
 """Number of rows, their type, the fused optimizer, and the number of features of the table."""
+
+
+@pytest.fixture(autouse=True)
+def _room() -> Iterator[None]:
+    """Free each model's gigabytes before the next is made."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.parametrize(("case", "wrong"), [(WRONG, True), *((case, False) for case in RIGHT)])

@@ -1,0 +1,96 @@
+"""Notice rows that changed though nothing told of it, by a sample of the rows.
+
+No counter moves with writes through ``.data`` or NumPy, a collective on a table, or a kernel of the
+program's own; a differential checkpoint would leave such rows out. But training changes no row that
+isn't marked. So a few rows of the largest tables are compared at each cut with what they were at
+the one before. Rows that training has changed make way for others, until the sample is of rows that
+it rarely looks up: those that only such a write changes. A write to most rows of a table is noticed
+with near certainty, one to a few rows seldom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchrec_checknrun.marks.layers import Consumer
+from torchrec_checknrun.marks.marks import Marks
+from torchrec_checknrun.shards import LocalShard
+
+_ROWS = 64
+_TRIES = 512
+"""Rows of a table that are tried in the sample: of small tables training changes all."""
+_TABLES = 16
+"""Tables of a kernel that are sampled, the largest ones: all of this takes training's time."""
+
+
+def marks_of(shards: Sequence[LocalShard], sampled: bool) -> list[Marks]:
+    """Make the marks of one kernel's shards.
+
+    Args:
+        sampled: whether training changes no rows of theirs that it doesn't mark: then those of the
+            largest ones that are in CPU memory are sampled.
+    """
+    marks = [Marks(shard.rectangle.rows, shard.weight.device) for shard in shards]
+    together = sorted(zip(marks, shards, strict=True), key=lambda pair: -pair[0].rows)
+    for own, shard in together[:_TABLES] if sampled else ():
+        if own.rows and shard.weight.is_cpu:
+            own.untouched = UntouchedRows(shard)
+    return marks
+
+
+class UntouchedRows:
+    """A sample of one shard's rows, and their content at the last look.
+
+    Args:
+        shard: the rows' memory, wherever it is at each look.
+
+    Attributes:
+        shard: as given.
+    """
+
+    def __init__(self, shard: LocalShard) -> None:
+        self.shard = shard
+        self._random = torch.Generator().manual_seed(shard.rectangle.rows)
+        self._left = _TRIES
+        self._rows = self._others(_ROWS)
+        self._content: torch.Tensor | None = None
+
+    def remember(self) -> None:
+        """Remember the rows' present content, if theirs was forgotten."""
+        if self._content is None:
+            self._content = self._read()
+
+    def forget(self) -> None:
+        """Compare nothing until the rows' content is remembered again."""
+        self._content = None
+
+    def changed(self, live: torch.Tensor) -> bool:
+        """Return whether a row changed since the last look that isn't marked; remember all.
+
+        Args:
+            live: the shard's marks since then, ``(rows,)`` uint8.
+        """
+        before = self._content
+        if before is None:
+            self.remember()
+            return False
+        now = self._read()
+        if torch.equal(now, before):
+            return False
+        marked = (live[self._rows] & int(Consumer.LAST)) != 0
+        found = bool(((now != before).any(1) & ~marked).any())
+        self._rows = torch.cat([self._rows[~marked], self._others(int(marked.sum()))])
+        self._content = self._read()
+        return found
+
+    def _others(self, count: int) -> torch.Tensor:
+        count = min(count, self._left)
+        self._left -= count
+        rows = self.shard.rectangle.rows
+        return torch.randint(rows, (count,), generator=self._random, device="cpu")
+
+    def _read(self) -> torch.Tensor:
+        """Copy the rows' bytes, ``(n, row_bytes)`` uint8: NaN equals itself there."""
+        return self.shard.weight.index_select(0, self._rows).view(torch.uint8)
