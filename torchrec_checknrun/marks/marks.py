@@ -34,10 +34,12 @@ _MOST_LAYERS = 16
 
 
 class Untouched(Protocol):
-    """A sample of a shard's rows; see ``untouched_rows``."""
+    """A sample of a shard's rows; see ``UntouchedRows``."""
+
+    forgotten: bool
 
     def remember(self) -> None:
-        """Remember the rows' present content, if theirs was forgotten."""
+        """Compare with the rows' present content from now on."""
 
     def forget(self) -> None:
         """Compare nothing until the rows' content is remembered again."""

@@ -47,24 +47,26 @@ class UntouchedRows:
         shard: the rows' memory, wherever it is at each look.
 
     Attributes:
-        shard: as given.
+        forgotten: whether nothing is known of the rows' content.
     """
 
     def __init__(self, shard: LocalShard) -> None:
-        self.shard = shard
+        self._shard = shard
         self._random = torch.Generator().manual_seed(shard.rectangle.rows)
         self._left = _TRIES
         self._rows = self._others(_ROWS)
-        self._content: torch.Tensor | None = None
+        self._content = torch.empty(0, dtype=torch.uint8)
+        self.forgotten = True
 
     def remember(self) -> None:
-        """Remember the rows' present content, if theirs was forgotten."""
-        if self._content is None:
-            self._content = self._read()
+        """Compare with the rows' present content from now on."""
+        # Their bytes, (n, row_bytes): NaN equals itself there.
+        self._content = self._shard.weight.index_select(0, self._rows).view(torch.uint8)
+        self.forgotten = False
 
     def forget(self) -> None:
         """Compare nothing until the rows' content is remembered again."""
-        self._content = None
+        self.forgotten = True
 
     def changed(self, live: torch.Tensor) -> bool:
         """Return whether a row changed since the last look that isn't marked; remember all.
@@ -72,25 +74,18 @@ class UntouchedRows:
         Args:
             live: the shard's marks since then, ``(rows,)`` uint8.
         """
-        before = self._content
-        if before is None:
-            self.remember()
-            return False
-        now = self._read()
-        if torch.equal(now, before):
+        before, known = self._content, not self.forgotten
+        self.remember()
+        if not known or torch.equal(self._content, before):
             return False
         marked = (live[self._rows] & int(Consumer.LAST)) != 0
-        found = bool(((now != before).any(1) & ~marked).any())
+        found = bool(((self._content != before).any(1) & ~marked).any())
         self._rows = torch.cat([self._rows[~marked], self._others(int(marked.sum()))])
-        self._content = self._read()
+        self.remember()
         return found
 
     def _others(self, count: int) -> torch.Tensor:
         count = min(count, self._left)
         self._left -= count
-        rows = self.shard.rectangle.rows
+        rows = self._shard.rectangle.rows
         return torch.randint(rows, (count,), generator=self._random, device="cpu")
-
-    def _read(self) -> torch.Tensor:
-        """Copy the rows' bytes, ``(n, row_bytes)`` uint8: NaN equals itself there."""
-        return self.shard.weight.index_select(0, self._rows).view(torch.uint8)

@@ -263,8 +263,9 @@ class TrackedModel(TrackedTables):
             watch.acknowledge()
             watch.by_hand.forget()
         for shard in self.shards:
-            if shard.marks.untouched is not None:
-                shard.marks.untouched.remember()
+            untouched = shard.marks.untouched
+            if untouched is not None and untouched.forgotten:
+                untouched.remember()
 
     def begin_restore(self, tables: Container[str]) -> None:
         """Mark what a restore of tables may change, for every tracker; start this one's over."""
