@@ -11,6 +11,7 @@ import torch
 
 from torchrec_checknrun.marks.layers import Consumer, Selected, Share
 from torchrec_checknrun.marks.marks import Marks
+from torchrec_checknrun.ranks import listed
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class Cuts:
 
     def _mark_untold(self, shards: Sequence[Marks]) -> None:
         """Mark all rows of all shards, if rows of any changed that nothing told of."""
-        found = [m for m in shards if m.untouched is not None and m.untouched.changed(m.live)]
+        samples = ((marks.untouched, marks.live) for marks in shards if marks.untouched is not None)
+        found = [sample.table for sample, live in samples if sample.changed(live)]
         if not found:
             return
         for marks in shards:
@@ -104,11 +106,12 @@ class Cuts:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "rows changed that no lookup touched, and no write that PyTorch counts (they were "
-                "written through .data or NumPy, by a collective, or by a kernel of the program's "
-                "own): all rows of all tables count as modified in this checkpoint. This is "
-                "noticed by a sample of rows, so that another time it may not be: write them "
-                "inside `with checkpointer.writing(table, rows):`, or name them by mark() before"
+                "rows of %s changed that no lookup touched, and no write that PyTorch counts (they "
+                "were written through .data or NumPy, by a collective, or by a kernel of the "
+                "program's own): all rows of all tables count as modified in this checkpoint. This "
+                "is noticed by a sample of rows, so that another time it may not be: write them "
+                "inside `with checkpointer.writing(table, rows):`, or name them by mark() before",
+                listed(sorted(set(found))),
             )
 
     def merge(self, cut: Cut) -> None:

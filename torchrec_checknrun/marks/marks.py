@@ -36,6 +36,7 @@ _MOST_LAYERS = 16
 class Untouched(Protocol):
     """A sample of a shard's rows; see ``UntouchedRows``."""
 
+    table: str
     forgotten: bool
 
     def remember(self) -> None:

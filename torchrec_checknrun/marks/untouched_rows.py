@@ -18,10 +18,10 @@ from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.shards import LocalShard
 
-_ROWS = 64
+_ROWS = 32
 _TRIES = 512
 """Rows of a table that are tried in the sample: of small tables training changes all."""
-_TABLES = 16
+_TABLES = 8
 """Tables of a kernel that are sampled, the largest ones: all of this takes training's time."""
 
 
@@ -47,10 +47,12 @@ class UntouchedRows:
         shard: the rows' memory, wherever it is at each look.
 
     Attributes:
+        table: the table's name.
         forgotten: whether nothing is known of the rows' content.
     """
 
     def __init__(self, shard: LocalShard) -> None:
+        self.table = shard.table
         self._shard = shard
         self._random = torch.Generator().manual_seed(shard.rectangle.rows)
         self._left = _TRIES
@@ -60,8 +62,7 @@ class UntouchedRows:
 
     def remember(self) -> None:
         """Compare with the rows' present content from now on."""
-        # Their bytes, (n, row_bytes): NaN equals itself there.
-        self._content = self._shard.weight.index_select(0, self._rows).view(torch.uint8)
+        self._content = self._read(self._rows)
         self.forgotten = False
 
     def forget(self) -> None:
@@ -74,18 +75,26 @@ class UntouchedRows:
         Args:
             live: the shard's marks since then, ``(rows,)`` uint8.
         """
-        before, known = self._content, not self.forgotten
-        self.remember()
-        if not known or torch.equal(self._content, before):
+        if self.forgotten:
+            self.remember()
             return False
-        marked = (live[self._rows] & int(Consumer.LAST)) != 0
-        found = bool(((self._content != before).any(1) & ~marked).any())
-        self._rows = torch.cat([self._rows[~marked], self._others(int(marked.sum()))])
-        self.remember()
-        return found
+        now = self._read(self._rows)
+        if torch.equal(now, self._content):
+            return False
+        others = (now != self._content).any(1)
+        found = self._rows[others]
+        stays = ~others
+        added = self._others(len(found))
+        self._rows = torch.cat([self._rows[stays], added])
+        self._content = torch.cat([now[stays], self._read(added)])
+        return not bool((live[found] & int(Consumer.LAST)).all())
 
     def _others(self, count: int) -> torch.Tensor:
         count = min(count, self._left)
         self._left -= count
         rows = self._shard.rectangle.rows
         return torch.randint(rows, (count,), generator=self._random, device="cpu")
+
+    def _read(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copy rows' bytes, ``(n, row_bytes)`` uint8: NaN equals itself there."""
+        return self._shard.weight.index_select(0, rows).view(torch.uint8)

@@ -6,7 +6,7 @@ fused kernel trains. A write through a parameter, a view or a state dict (``copy
 kernel, so all their rows are marked: a superset is always safe.
 
 No counter moves with writes through ``.data``, NumPy, a collective on the table itself or a user's
-own kernel: name such rows with ``mark``.
+own kernel: name such rows with ``mark``. Of the others a sample of rows tells some, at a cut.
 """
 
 from __future__ import annotations
