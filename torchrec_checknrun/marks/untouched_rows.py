@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchrec_checknrun.marks.layers import Consumer
@@ -54,15 +56,14 @@ class UntouchedRows:
     def __init__(self, shard: LocalShard) -> None:
         self.table = shard.table
         self._shard = shard
-        self._random = torch.Generator().manual_seed(shard.rectangle.rows)
-        self._left = _TRIES
-        self._rows = self._others(_ROWS)
-        self._content = torch.empty(0, dtype=torch.uint8)
+        drawn = np.random.default_rng(0).integers(shard.rectangle.rows, size=_TRIES)
+        self._rows, self._others = drawn[:_ROWS].copy(), drawn[_ROWS:]
+        self._content = np.empty((0, 0), np.uint8)
         self.forgotten = True
 
     def remember(self) -> None:
         """Compare with the rows' present content from now on."""
-        self._content = self._read(self._rows)
+        self._content = self._memory()[self._rows]
         self.forgotten = False
 
     def forget(self) -> None:
@@ -78,23 +79,22 @@ class UntouchedRows:
         if self.forgotten:
             self.remember()
             return False
-        now = self._read(self._rows)
-        if torch.equal(now, self._content):
+        memory = self._memory()
+        now = memory[self._rows]
+        others = (now != self._content).any(axis=1).nonzero()[0]
+        if not len(others):
             return False
-        others = (now != self._content).any(1)
-        found = self._rows[others]
-        stays = ~others
-        added = self._others(len(found))
-        self._rows = torch.cat([self._rows[stays], added])
-        self._content = torch.cat([now[stays], self._read(added)])
-        return not bool((live[found] & int(Consumer.LAST)).all())
+        marks = live.numpy()[self._rows[others]]
+        # In place, and drawn ahead: training waits, with all of this out of the processor's cache.
+        more = len(self._others) - len(others)
+        if more < 0:
+            self._rows, now = np.delete(self._rows, others[more:]), np.delete(now, others[more:], 0)
+            others = others[:more]
+        self._rows[others], self._others = np.split(self._others, [len(others)])
+        now[others] = memory[self._rows[others]]
+        self._content = now
+        return not (marks & int(Consumer.LAST)).all()
 
-    def _others(self, count: int) -> torch.Tensor:
-        count = min(count, self._left)
-        self._left -= count
-        rows = self._shard.rectangle.rows
-        return torch.randint(rows, (count,), generator=self._random, device="cpu")
-
-    def _read(self, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows' bytes, ``(n, row_bytes)`` uint8: NaN equals itself there."""
-        return self._shard.weight.index_select(0, rows).view(torch.uint8)
+    def _memory(self) -> npt.NDArray[np.uint8]:
+        """Return the rows' bytes, a view ``(rows, row_bytes)``: NaN equals itself there."""
+        return self._shard.weight.view(torch.uint8).numpy()
