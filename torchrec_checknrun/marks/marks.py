@@ -18,35 +18,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from torchrec_checknrun.marks.gpu_streams import keep_until_used
 from torchrec_checknrun.marks.intervals import KeptMarks
 from torchrec_checknrun.marks.layers import NAMED, Consumer, Fate, Layer, Selected, Share, add_rows
+from torchrec_checknrun.marks.untouched_rows import UntouchedRows
 from torchrec_checknrun.row_sets import RowSet
+from torchrec_checknrun.shards import LocalShard
 
 _FEW_IDS = 4096
 """Number of pending ids that are kept as a list even for a table with fewer rows."""
 _MOST_LAYERS = 16
 """Layers at which a cut consolidates by itself, as nothing else seems to do it."""
-
-
-class Untouched(Protocol):
-    """A sample of a shard's rows; see ``UntouchedRows``."""
-
-    table: str
-    forgotten: bool
-
-    def remember(self) -> None:
-        """Compare with the rows' present content from now on."""
-
-    def forget(self) -> None:
-        """Compare nothing until the rows' content is remembered again."""
-
-    def changed(self, live: torch.Tensor) -> bool:
-        """Return whether a row changed since the last look that isn't marked; remember all."""
+_MOST_SAMPLED = 8
+"""Tables of a kernel of which rows are sampled, the largest ones: it takes training's time."""
 
 
 class _State(NamedTuple):
@@ -78,7 +66,7 @@ class Marks:
         self.device = device
         self.kept: KeptMarks | None = None
         self.noted: Callable[[torch.Tensor], object] | None = None
-        self.untouched: Untouched | None = None
+        self.untouched: UntouchedRows | None = None
         self._state = _State(self._zeros(), ())
         self._spare: torch.Tensor | None = None
         self._lock = threading.Lock()  # only ever for as long as it takes to look at each layer
@@ -328,6 +316,21 @@ class Marks:
     def _zeros(self) -> torch.Tensor:
         # The extra byte takes the marks of pruned lookups (id -1 on a GPU); no consumer reads it.
         return torch.zeros(self.rows + 1, dtype=torch.uint8, device=self.device)
+
+
+def marks_of(shards: Sequence[LocalShard], sampled: bool) -> list[Marks]:
+    """Make the marks of one kernel's shards.
+
+    Args:
+        sampled: whether training changes no rows of theirs that it doesn't mark: then those of the
+            largest ones that are in CPU memory are sampled.
+    """
+    marks = [Marks(shard.rectangle.rows, shard.weight.device) for shard in shards]
+    together = sorted(zip(marks, shards, strict=True), key=lambda pair: -pair[0].rows)
+    for own, shard in together[:_MOST_SAMPLED] if sampled else ():
+        if own.rows and shard.weight.is_cpu:
+            own.untouched = UntouchedRows(shard)
+    return marks
 
 
 def _copied(marks: torch.Tensor) -> Marks:

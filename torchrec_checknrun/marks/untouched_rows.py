@@ -10,36 +10,16 @@ with near certainty, one to a few rows seldom.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from torchrec_checknrun.marks.layers import Consumer
-from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.shards import LocalShard
 
 _ROWS = 32
 _TRIES = 512
 """Rows of a table that are tried in the sample: of small tables training changes all."""
-_TABLES = 8
-"""Tables of a kernel that are sampled, the largest ones: all of this takes training's time."""
-
-
-def marks_of(shards: Sequence[LocalShard], sampled: bool) -> list[Marks]:
-    """Make the marks of one kernel's shards.
-
-    Args:
-        sampled: whether training changes no rows of theirs that it doesn't mark: then those of the
-            largest ones that are in CPU memory are sampled.
-    """
-    marks = [Marks(shard.rectangle.rows, shard.weight.device) for shard in shards]
-    together = sorted(zip(marks, shards, strict=True), key=lambda pair: -pair[0].rows)
-    for own, shard in together[:_TABLES] if sampled else ():
-        if own.rows and shard.weight.is_cpu:
-            own.untouched = UntouchedRows(shard)
-    return marks
 
 
 class UntouchedRows:

@@ -22,7 +22,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCol
 from torchrec_checknrun.dense.optimizers import DenseOptimizers
 from torchrec_checknrun.marks.cuts import Cut, Cuts
 from torchrec_checknrun.marks.layers import Consumer
-from torchrec_checknrun.marks.untouched_rows import marks_of
+from torchrec_checknrun.marks.marks import marks_of
 from torchrec_checknrun.model.collisions import Collisions, CollisionState
 from torchrec_checknrun.model.dense_model import DenseModel
 from torchrec_checknrun.model.hand_written import WriteWatch, announced

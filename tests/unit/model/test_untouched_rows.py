@@ -125,7 +125,7 @@ def test_a_sample_moves_to_rows_that_training_leaves_alone() -> None:
         train(model, a=[[row] for row in range(ROWS)])
         cut_rows(tracked)
     assert marks.untouched is not None
-    assert len(marks.untouched._rows) == 0  # type: ignore[attr-defined]  # the sample itself
+    assert len(marks.untouched._rows) == 0
     scale(weight(tracked, WIDE))
     assert cut_rows(tracked) == {}
     tracked.close()
