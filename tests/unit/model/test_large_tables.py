@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.usefixtures("group"),
     pytest.mark.slow,  # takes seconds to allocate gigabytes, and to look through them
     pytest.mark.skipif(
-        os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 10 << 30,
-        reason="needs 10 GiB of free memory",
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 12 << 30,
+        reason="no 12 GiB of memory",
     ),
 ]
 DIM = 64
