@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 Turn = AbstractContextManager[None]
-"""Entered by one thread at a time, once everything before has had its turn."""
+"""Entered once everything before has had its turn; by one thread at a time, unless ``together``."""
 
 
 Work = Callable[[int, Turn], None]
@@ -29,7 +29,12 @@ Stage = tuple[Hashable, Hashable]
 
 
 def run_in_order(
-    work: Work, sizes: Sequence[int], stages: Sequence[Stage], most: int, threads: int
+    work: Work,
+    sizes: Sequence[int],
+    stages: Sequence[Stage],
+    most: int,
+    threads: int,
+    together: bool = False,
 ) -> None:
     """Do items 0 to ``len(sizes) - 1``, each on the next free thread.
 
@@ -39,12 +44,13 @@ def run_in_order(
         stages: stage of each item; a lane's steps are in the order of their first appearance.
         most: bytes of all items in progress together; a single item may exceed it.
         threads: number of threads, the calling one included.
+        together: whether several threads may have their turns at the same time.
 
     Raises:
         Exception: the error of the lowest-numbered item that failed, once no thread is at work any
             more. All items before it were done, and some of those after it.
     """
-    line = _Line(sizes, stages, most)
+    line = _Line(sizes, stages, most, together)
     helpers = min(threads, len(sizes)) - 1
     if helpers < 1:
         _work(line, work)
@@ -97,13 +103,15 @@ class _Line:
         error: of the lowest-numbered item that failed.
     """
 
-    def __init__(self, sizes: Sequence[int], stages: Sequence[Stage], most: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], stages: Sequence[Stage], most: int, together: bool
+    ) -> None:
         self._sizes, self._stages = sizes, stages
         self._free = most
         self._changed = threading.Condition()
         self._begun = 0
         self._busy = 0
-        self._turn = threading.Lock()
+        self._turn = nullcontext() if together else threading.Lock()
         self._passed: set[int] = set()
         # By lane and step, the number of items that have not passed; finished steps are removed.
         self._left: dict[Hashable, dict[Hashable, int]] = {}

@@ -99,6 +99,23 @@ def test_other_lanes_and_the_same_step_are_not_waited_for(stages: list[Stage]) -
     run(work, 2, 2, stages=stages)
 
 
+def test_turns_of_one_step_may_come_together() -> None:
+    """Two items of a step meet in their turns; the next step's turn comes after both."""
+    meeting, passed = threading.Barrier(2), []
+
+    def work(number: int, turn: Turn) -> None:
+        with turn:
+            if number < 2:
+                meeting.wait(30)
+                time.sleep(0.01)
+            passed.append(number)
+
+    stages = [(0, 0), (0, 0), (0, 1)]
+    run_in_order(work, [1] * 3, stages, 100, 3, together=True)
+    assert sorted(passed[:2]) == [0, 1]
+    assert passed[2] == 2
+
+
 def test_a_step_waits_for_the_one_before_the_last() -> None:
     """A step waits even if all items of the last step skipped their turns."""
     passed = []

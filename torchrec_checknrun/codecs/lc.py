@@ -138,7 +138,7 @@ class LcCheckpoint(Chained):
         dim: int,
     ) -> Grid:
         if not self.needs_base(parameters):
-            return lc_rows.whole_rows(data, _dtype(parameters), rows, dim).at(chosen)
+            return lc_rows.chosen_rows(data, _dtype(parameters), rows, dim, chosen)
         if before is None:
             raise ValueError("changes without predecessors")
         return lc_rows.apply(data, rows, self.bits, before, chosen)

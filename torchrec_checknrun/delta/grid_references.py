@@ -18,7 +18,7 @@ import torch
 
 from torchrec_checknrun.bitwidth import LEAST_SLOT_BYTES, delta_reference_bytes
 from torchrec_checknrun.delta import kernel
-from torchrec_checknrun.delta.digest import WORD, row_digests, total
+from torchrec_checknrun.delta.digest import row_digests, total
 from torchrec_checknrun.delta.references import BLOCK_ROWS, References, Undo
 from torchrec_checknrun.delta.rows import Grid, Kind
 from torchrec_checknrun.native import has_extension
@@ -121,13 +121,10 @@ class GridReferences(References):
         return found
 
     def scatter(self, positions: np.ndarray, rows: Grid, before: Grid | None = None) -> None:
-        """Replace rows; see ``References.scatter``.
-
-        Args:
-            before: the rows as ``gather`` returns them now, if they are at hand.
-        """
-        gone = total(self.digests(positions, before))
-        self._release(positions)
+        forms = self._forms[positions]
+        # Of a base no row has a predecessor.
+        gone = total(self.digests(positions, before)) if forms.any() else 0
+        left = {form: self._places(positions[forms == form]) for form in self._beside}
         digests = row_digests(positions + self.rectangle.row_start, self.columns, rows)
         if has_extension():
             beside = torch.ops.checknrun.delta_scatter(
@@ -141,11 +138,13 @@ class GridReferences(References):
             beside = True
         if beside:
             forms = self._forms[positions]
+        with self._lock:
             for form, held in self._beside.items():
+                held.release(left[form])
                 here = forms == form
-                if here.any():
+                if beside and here.any():
                     self._set_words(positions[here], held.add(rows.codes[here]))
-        self.weights_digest = (self.weights_digest - gone + total(digests)) % WORD
+            self._count(gone, total(digests))
 
     def _scatter(self, positions: np.ndarray, rows: Grid, digests: np.ndarray) -> None:
         """Replace rows, but the codes of those that are to lie beside."""
@@ -212,8 +211,7 @@ class GridReferences(References):
             if len(here):
                 self._set_words(here, rows.add(codes[forms == form]))
                 self._forms[here] = form
-        before, after = rest[-2:]
-        self.weights_digest = (self.weights_digest - before + after) % WORD
+        self._count(*rest[-2:])
         return data.numpy(), sizes
 
     @property
@@ -267,9 +265,7 @@ class GridReferences(References):
         for at in range(0, rectangle.rows, BLOCK_ROWS):
             here = np.arange(at, min(at + BLOCK_ROWS, rectangle.rows))
             record = self.record(here + start)
-            found.weights_digest = (
-                found.weights_digest + total(self.digests(record.positions))
-            ) % WORD
+            found._count(0, total(self.digests(record.positions)))
             record.positions = here
             found.put_back(record)
         found._take_states(self)

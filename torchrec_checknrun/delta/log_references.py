@@ -6,6 +6,8 @@ follows from id, columns and the state's name.
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import xxhash
 
@@ -30,6 +32,7 @@ class LogReferences:
         self._seed = seed_of(state, (rectangle.col_start, rectangle.col_stop))
         self._codes = np.full(rectangle.rows, NONE, np.int16)
         self.digest = 0
+        self._lock = threading.Lock()
 
     @property
     def bytes(self) -> int:
@@ -46,7 +49,7 @@ class LogReferences:
         return self._codes[positions]
 
     def scatter(self, positions: np.ndarray, codes: np.ndarray, before: np.ndarray) -> None:
-        """Replace codes.
+        """Replace codes; several threads may, each other rows'.
 
         Args:
             positions: ``(n,)`` int64, all different.
@@ -56,7 +59,8 @@ class LogReferences:
         change = codes.astype(np.int64) - before  # first: before may be a view of these
         change *= self._factors(positions)
         self._codes[positions] = codes
-        self.digest = (self.digest + int(change.sum())) % WORD
+        with self._lock:
+            self.digest = (self.digest + int(change.sum())) % WORD
 
     def put_back(self, positions: np.ndarray, codes: np.ndarray) -> None:
         """Replace codes by recorded ones; the caller sees to the digest."""

@@ -6,6 +6,7 @@ readers treat all alike. Optimizer state that is stored as logarithmic differenc
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -34,6 +35,8 @@ Restored = Callable[[np.ndarray], Grid]
 class References(ABC):
     """The values that the rows of one shard restore to.
 
+    Several threads may gather and scatter at once, each other rows.
+
     Args:
         table: the table's name.
         rectangle: the shard's rows and columns.
@@ -52,6 +55,7 @@ class References(ABC):
         self.rectangle = rectangle
         self.columns = (rectangle.col_start, rectangle.col_stop)
         self.weights_digest = 0
+        self._lock = threading.Lock()
         self.states = {name: LogReferences(name, rectangle) for name in sorted(states)}
 
     @staticmethod
@@ -101,12 +105,19 @@ class References(ABC):
         """
 
     @abstractmethod
-    def scatter(self, positions: np.ndarray, rows: Grid) -> None:
-        """Replace rows by position in the shard, ``(n,)`` int64, all different.
+    def scatter(self, positions: np.ndarray, rows: Grid, before: Grid | None = None) -> None:
+        """Replace rows by position in the shard, ``(n,)`` int64, sorted and distinct.
+
+        Args:
+            before: the rows as ``gather`` returns them now, if they are at hand.
 
         Raises:
             ValueError: such rows can't be kept here.
         """
+
+    def _count(self, gone: int, new: int) -> None:
+        """Count rows' digests in the place of those of the rows before; the lock is held."""
+        self.weights_digest = (self.weights_digest - gone + new) % WORD
 
     @abstractmethod
     def undo(self, positions: np.ndarray) -> Undo:

@@ -20,7 +20,7 @@ from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.chunk import open_sections, part_most
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState, LogState
-from torchrec_checknrun.native import Chosen, part_of, try_copy_rows
+from torchrec_checknrun.native import Chosen, as_range, part_of, try_copy_rows
 from torchrec_checknrun.shards import LocalShard, Rows
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -49,6 +49,7 @@ class StoredRows:
         self._others: list[memoryview] | None = None
         self._weight: EncodedRows | None = None
         self._states: dict[str, EncodedState] | None = None
+        self._verbatim: tuple[np.ndarray, np.ndarray] | None = None
 
     # Not functools.cached_property: in Python 3.11 its lock makes threads wait for each other.
     @property
@@ -111,7 +112,7 @@ class StoredRows:
 
     def add_to(self, references: References, chosen: slice) -> None:
         """Replace rows of references by chosen rows, which are decoded upon their predecessors
-        there.
+        there. Several threads may do so at once, each with a chunk of other rows.
         """
         header, codec = self.header, self.header.codec
         assert isinstance(codec, Chained)
@@ -129,13 +130,11 @@ class StoredRows:
             found = codec.apply(
                 self.weight.data, header.parameters, header.count, before, positions, header.cols
             )
-            codes = {
-                name: self._log_state(name).codes(held.gather(at), chosen)
-                for name, held in references.states.items()
-            }
-            references.scatter(at, found)
+            known = {name: held.gather(at) for name, held in references.states.items()}
+            codes = {name: self._log_state(name).codes(known[name], chosen) for name in known}
+            references.scatter(at, found, before)
             for name, held in references.states.items():
-                held.scatter(at, codes[name], held.gather(at))
+                held.scatter(at, codes[name], known[name])
 
     def _log_state(self, name: str) -> LogState:
         state = self.states[name]
@@ -144,10 +143,13 @@ class StoredRows:
 
     def verbatim(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows stored bit for bit; see ``codecs.chained.Chained.verbatim_rows``."""
-        header, codec = self.header, self.header.codec
-        assert isinstance(codec, Chained)
-        with self.refusing():
-            return codec.verbatim_rows(self.weight.data, header.count, header.cols)
+        if self._verbatim is None:
+            header, codec = self.header, self.header.codec
+            assert isinstance(codec, Chained)
+            with self.refusing():
+                data, n, cols = self.weight.data, header.count, header.cols
+                self._verbatim = codec.verbatim_rows(data, n, cols)
+        return self._verbatim
 
     def state(self, name: str, chosen: Chosen) -> torch.Tensor:
         """Decode chosen rows of an optimizer state, on the CPU."""
@@ -168,13 +170,18 @@ class StoredRows:
             weight[start : start + len(block)] = block
         return weight
 
-    def blocks(self, chosen: Chosen) -> Iterator[Rows]:
-        """Decode chosen rows block by block; each block's weights reuse the same memory."""
+    def blocks(self, chosen: Chosen, states: Iterable[str] | None = None) -> Iterator[Rows]:
+        """Decode chosen rows block by block; each block's weights reuse the same memory.
+
+        Args:
+            states: names of the optimizer states to decode as well; None: all.
+        """
         ids = torch.from_numpy(self.ids[chosen])
-        states = {name: self.state(name, chosen) for name in self.states}
+        names = self.states if states is None else states
+        optimizer = {name: self.state(name, chosen) for name in names}
         for start, weight in self._decoded(self.weight, chosen):
             here = slice(start, start + len(weight))
-            yield Rows(ids[here], weight, {name: state[here] for name, state in states.items()})
+            yield Rows(ids[here], weight, {n: state[here] for n, state in optimizer.items()})
 
     def write(self, shard: LocalShard, chosen: Chosen, states: Iterable[str]) -> None:
         """Overwrite a shard's rows with chosen rows.
@@ -186,9 +193,7 @@ class StoredRows:
         local = self.ids[chosen] - shard.rectangle.row_start
         if not len(local):
             return
-        where: Chosen = local
-        if int(local[-1]) - int(local[0]) + 1 == len(local):
-            where = slice(int(local[0]), int(local[-1]) + 1)
+        where = as_range(local)
         self._write_weights(shard.weight, where, chosen)
         for name in states:
             self._write_state(name, shard.optimizer[name], where, chosen)

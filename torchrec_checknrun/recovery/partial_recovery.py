@@ -255,7 +255,8 @@ class LostRank:
         def load(chunk: ReadableChunk) -> None:
             self._rows.load(chunk, dry_run=False)
 
-        read_chunks(self._root, self._chunks(self._rows.link_keys), self._rows.build)
+        linked = self._chunks(self._rows.link_keys)
+        read_chunks(self._root, linked, self._rows.build, together=True)
         self._rows.check_digests([self._rows.digests()])  # of tables that are whole here
         read_chunks(self._root, self._chunks(self._keys), load)
         self._rows.finish(dry_run=False)

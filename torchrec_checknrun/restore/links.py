@@ -8,7 +8,7 @@ that the checkpoint was committed with. Only then do rows go to the shards.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,8 +24,8 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.reader import Columns
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.native import Chosen
-from torchrec_checknrun.shards import LocalShard, Rectangle
+from torchrec_checknrun.native import BLOCK_BYTES, Chosen, part_of
+from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
 Counted = dict[str, tuple[int, int]]
 """By saved table, the sum of digests of one rank's rows, and their number (in each range of
@@ -33,6 +33,8 @@ columns).
 """
 
 
+_CODE_BYTES = 4
+"""Bytes of a value as ``Grid`` holds it."""
 KEPT_BYTES = 256 << 20
 """Bytes of chunks that are kept from the first use for the second."""
 
@@ -83,6 +85,7 @@ class LinkRestore:
         shards: Sequence[LocalShard],
     ) -> None:
         self._shards = shards
+        self._lock = threading.Lock()
         self._left = 0
         self._tables: dict[str, bool] = {}
         self._held: dict[tuple[int, Columns], References] = {}
@@ -121,14 +124,15 @@ class LinkRestore:
         return self._tables.get(table, False)
 
     def add(self, rows: StoredRows, into: Iterable[int]) -> None:
-        """Add the next chunk; chunks of one table are added one at a time, in order.
+        """Add the next chunk. Thread-safe; chunks of one table come checkpoint by checkpoint.
 
         Raises:
             CorruptCheckpoint: the chunk is malformed, or doesn't follow what was added.
         """
         header = rows.header
         columns = header.rectangle.col_start, header.rectangle.col_stop
-        self._left -= 1
+        with self._lock:
+            self._left -= 1
         for i in into:
             references = self._held[i, columns]
             own = references.rectangle
@@ -137,28 +141,39 @@ class LinkRestore:
                 continue
             rows.add_to(references, slice(start, stop))
 
-    def values(self, i: int, rows: StoredRows, chosen: Chosen) -> torch.Tensor:
-        """Return what a shard's rows restore to in the end, ``(n, cols)`` of the stored type.
+    def blocks(
+        self, i: int, rows: StoredRows, chosen: Chosen, states: Iterable[str]
+    ) -> Iterator[Rows]:
+        """Return what a shard's rows restore to in the end, block by block.
 
         Args:
             rows: a chunk, whose columns are meant.
             chosen: the rows, among the chunk's. Of rows that the chain's head holds bit for bit
                 the right bits come from the newest chunk with such a row, zeros from others.
+            states: names of the optimizer states to return.
         """
         header = rows.header
         columns = header.rectangle.col_start, header.rectangle.col_stop
         assert self._left == 0, "rows are restored before all links were added"
-        return values_of(newest_rows(self._held[i, columns], rows, chosen), header.dtype)
+        references, ids = self._held[i, columns], rows.ids[chosen]
+        optimizer = {name: self._state(references, rows, name, chosen) for name in states}
+        size = max(1, BLOCK_BYTES // (_CODE_BYTES * header.cols))
+        for start in range(0, len(ids), size):
+            here = slice(start, min(start + size, len(ids)))
+            found = newest_rows(references, rows, part_of(chosen, here.start, here.stop))
+            yield Rows(
+                torch.from_numpy(ids[here]),
+                values_of(found, header.dtype),
+                {name: state[here] for name, state in optimizer.items()},
+            )
 
-    def state(self, i: int, rows: StoredRows, name: str, chosen: Chosen) -> torch.Tensor:
-        """Return an optimizer state of a shard's rows, as ``values`` returns the rows: ``(n,)`` or
-        ``(n, cols)``.
-        """
-        header = rows.header
-        columns = header.rectangle.col_start, header.rectangle.col_stop
-        if name not in header.log_states:
+    def _state(
+        self, references: References, rows: StoredRows, name: str, chosen: Chosen
+    ) -> torch.Tensor:
+        """Return an optimizer state of rows in the end: ``(n,)`` or ``(n, cols)``."""
+        if name not in rows.header.log_states:
             return rows.state(name, chosen)
-        return log_levels.values_of(newest_codes(self._held[i, columns], rows, name, chosen))
+        return log_levels.values_of(newest_codes(references, rows, name, chosen))
 
     def digests(self) -> Counted:
         """Return the digests of this rank's rows, once all chunks are added."""

@@ -107,7 +107,8 @@ class ChainRestore:
             OSError: the storage failed.
         """
         chunks = self._chunks()
-        read_chunks(root, [chunks[key] for key in self._rows.link_keys], self._rows.build)
+        linked = [chunks[key] for key in self._rows.link_keys]
+        read_chunks(root, linked, self._rows.build, together=True)
         return self._rows.digests()
 
     def check_digests(self, counted: Iterable[Counted]) -> None:

@@ -33,7 +33,7 @@ from torchrec_checknrun.restore.links import (
     reach,
 )
 from torchrec_checknrun.row_sets import DoneRows
-from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
+from torchrec_checknrun.shards import LocalShard, Rectangle
 
 logger = logging.getLogger(__name__)
 
@@ -330,20 +330,18 @@ class RowRestore:
     def _write(self, i: int, rows: StoredRows, chosen: Chosen) -> None:
         shard, header = self._shards[i], rows.header
         states = common_states(shard, header, self._fit)
-        if header.table in self._links:
-            optimizer = {name: self._links.state(i, rows, name, chosen) for name in states}
-            weight = self._links.values(i, rows, chosen)
-            whole = Rows(torch.from_numpy(rows.ids[chosen]), weight, optimizer)
-            if is_converted(shard, header):
-                self._conversions[i].scatter(header, whole)
-            else:
-                shard.scatter(whole)
-        elif is_converted(shard, header):
-            for block in rows.blocks(chosen):
-                optimizer = {name: block.optimizer[name] for name in states}
-                self._conversions[i].scatter(header, Rows(block.ids, block.weight, optimizer))
-        else:
+        linked, converted = header.table in self._links, is_converted(shard, header)
+        if not (linked or converted):
             rows.write(shard, chosen, states)
+            return
+        blocks = (
+            self._links.blocks(i, rows, chosen, states) if linked else rows.blocks(chosen, states)
+        )
+        for block in blocks:
+            if converted:
+                self._conversions[i].scatter(header, block)
+            else:
+                shard.scatter(block)
 
     def _mark(self, into: Iterable[int]) -> None:
         """Mark the rows of differential checkpoints, which have been restored before the first row

@@ -18,7 +18,7 @@ from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import TableTotals
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.native import Chosen
+from torchrec_checknrun.native import Chosen, as_range
 from torchrec_checknrun.restore.chunks import RowChunk
 from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.row_sets import DoneRows
@@ -211,8 +211,7 @@ class Load:
             if len(left):
                 laid[torch.from_numpy(left)] = form.of_values(rows.values(at[left]))
             return laid, again
-        chosen = slice(int(at[0]), int(at[-1]) + 1) if at[-1] - at[0] + 1 == len(at) else at
-        return form.of_values(self._values(saved, rows, chosen)), again
+        return form.of_values(self._values(saved, rows, as_range(at))), again
 
     def _values(self, saved: str, rows: StoredRows, at: Chosen) -> torch.Tensor:
         """Return rows as numbers, as a restore gives them."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torchrec.distributed.model_tracker import model_delta_tracker
 
-from recipes.benchmarks import codecs, long_chains, planning
+from recipes.benchmarks import codecs, link_restores, long_chains, planning
 from recipes.benchmarks.codecs import Figure, Size, Target
 from recipes.benchmarks.memory import Case, measure, peak_of
 from recipes.benchmarks.paired import paired
@@ -378,3 +378,14 @@ def test_long_chains_are_measured(
         assert read["chain"] > read["compacted"] >= read["full"]
         assert found["saves"]["chain"]["chain"] == 6
         assert found["price"]["compaction_seconds"] > 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_restores_of_links_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    options = ["--rows", "3000", "--dim", "8", "--rounds", "1", "--json", str(out)]
+    link_restores.main(options)
+    results = json.loads(out.read_text())["results"]
+    assert results["exact"]["against_exact"] == [1, 1, 1]
+    assert results["exact"]["megabytes"] > results["delta, 3 bits on average"]["megabytes"] > 0
+    assert capsys.readouterr().out.count("\n| ") == len(results)

@@ -6,14 +6,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from msgspec.structs import replace
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.models import CollectionSpec, Job, ModelSpec, TableSpec
-from tests.unit.run.deltas import TABLES, chain, live, make_job, same, saving
+from tests.unit.run.deltas import TABLES, chain, live, make_job, restored, same, saving
 from torchrec_checknrun import load_tables
+from torchrec_checknrun.codecs.delta import Delta
 from torchrec_checknrun.dcp import LoadPlanner, StorageReader
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.manifest import TableDigests
@@ -136,3 +139,24 @@ def test_only_what_fits_is_kept() -> None:
         bytes([4] * 4),
         None,
     ]
+
+
+def test_blocks_of_a_chunk_decode_its_exact_rows_once(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows come a few at a time, those that are stored bit for bit as well."""
+    name, wanted = chain(tmp_path, job, 1)[0]
+    count, plainly = 0, Delta.verbatim_rows
+
+    def counted(
+        codec: Delta, data: torch.Tensor, rows: int, dim: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal count
+        count += 1
+        return plainly(codec, data, rows, dim)
+
+    monkeypatch.setattr(links, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(Delta, "verbatim_rows", counted)
+    assert same(restored(tmp_path, name), wanted) == []
+    content = read_content(Folder(tmp_path), resolve(Folder(tmp_path), name))
+    assert 0 < count <= sum(len(of_table) for of_table in content.by_table[0].values())

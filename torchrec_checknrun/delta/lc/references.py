@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from torchrec_checknrun.bitwidth import lc_reference_bytes
-from torchrec_checknrun.delta.digest import WORD, row_digests, total
+from torchrec_checknrun.delta.digest import row_digests, total
 from torchrec_checknrun.delta.grid import Grid, Kind
 from torchrec_checknrun.delta.references import BLOCK_ROWS, References, Undo
+from torchrec_checknrun.native import Chosen, as_range, copy_rows
 from torchrec_checknrun.shards import Rectangle
 
 
@@ -41,26 +43,34 @@ class ValueReferences(References):
         self._known[:] = False
 
     def gather(self, positions: np.ndarray) -> Grid:
-        found = Grid.none(len(positions), self.rectangle.cols)
         known = self._known[positions]
-        found.kind[known] = Kind.VERBATIM
-        found.codes[known] = self._bits[positions[known]]
-        return found
+        codes = np.empty((len(positions), self.rectangle.cols), np.int32)
+        _copy(self._bits, positions, codes, slice(0, len(positions)))
+        if not known.all():
+            codes[~known] = 0
+        kind = np.where(known, np.uint8(Kind.VERBATIM), np.uint8(Kind.NONE))
+        return Grid(kind, np.zeros(len(positions), np.int16), codes)
 
-    def scatter(self, positions: np.ndarray, rows: Grid) -> None:
+    def scatter(self, positions: np.ndarray, rows: Grid, before: Grid | None = None) -> None:
         if (rows.kind == Kind.GRID).any():
             raise ValueError("rows on grids, where values are due")
-        gone = self._total(positions)
+        gone = 0
+        if self._known[positions].any():  # of a base no row has a predecessor
+            gone = self._total(positions, self.gather(positions) if before is None else before)
+        new = self._total(positions, rows)
         self._known[positions] = rows.kind == Kind.VERBATIM
-        self._bits[positions] = rows.codes
-        self.weights_digest = (self.weights_digest - gone + self._total(positions)) % WORD
+        _copy(rows.codes, slice(0, len(positions)), self._bits, as_range(positions))
+        with self._lock:
+            self._count(gone, new)
 
     def undo(self, positions: np.ndarray) -> Undo:
-        known, bits = self._known[positions], self._bits[positions]
+        known = self._known[positions]
+        bits = self._bits[positions] if known.any() else None
 
         def put_back() -> None:
             self._known[positions] = known
-            self._bits[positions] = bits
+            if bits is not None:
+                self._bits[positions] = bits
 
         return put_back
 
@@ -73,11 +83,16 @@ class ValueReferences(References):
         found._bits[:] = self._bits[start : start + rectangle.rows]
         for at in range(0, rectangle.rows, BLOCK_ROWS):
             here = np.arange(at, min(at + BLOCK_ROWS, rectangle.rows))
-            found.weights_digest = (found.weights_digest + found._total(here)) % WORD
+            found._count(0, found._total(here, found.gather(here)))
         found._take_states(self)
         return found
 
-    def _total(self, positions: np.ndarray) -> int:
-        """Return the sum of rows' digests."""
-        ids = positions + self.rectangle.row_start
-        return total(row_digests(ids, self.columns, self.gather(positions)))
+    def _total(self, positions: np.ndarray, rows: Grid) -> int:
+        """Return the sum of the digests of rows at these positions."""
+        return total(row_digests(positions + self.rectangle.row_start, self.columns, rows))
+
+
+def _copy(source: np.ndarray, chosen: Chosen, target: np.ndarray, where: Chosen) -> None:
+    """Copy rows beside other threads, which NumPy would not."""
+    if len(target) and len(source):
+        copy_rows(torch.from_numpy(source), len(source), chosen, torch.from_numpy(target), where)

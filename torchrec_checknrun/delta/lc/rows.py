@@ -64,6 +64,8 @@ def apply(payload: torch.Tensor, rows: int, bits: int, before: Grid, chosen: np.
     """
     if not len(payload) or int(payload[0]) != bits:
         raise ValueError(f"a link of other than {bits} bits")
+    if len(chosen) == rows:
+        return rows_of(buckets.decode(payload, _values(before)))
     whole = torch.zeros((rows, before.codes.shape[1]), dtype=torch.float32, device="cpu")
     at = torch.from_numpy(chosen)
     whole[at] = _values(before)
@@ -88,8 +90,10 @@ def alone(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return kept.view(-1).view(torch.uint8), kept.dtype
 
 
-def whole_rows(payload: torch.Tensor, dtype: torch.dtype, rows: int, dim: int) -> Grid:
-    """Decode all rows of a payload of ``alone``.
+def chosen_rows(
+    payload: torch.Tensor, dtype: torch.dtype, rows: int, dim: int, chosen: np.ndarray
+) -> Grid:
+    """Decode chosen rows of a payload of ``alone``.
 
     Raises:
         ValueError: the payload is of another size.
@@ -97,8 +101,10 @@ def whole_rows(payload: torch.Tensor, dtype: torch.dtype, rows: int, dim: int) -
     size = rows * dim * dtype.itemsize
     if len(payload) != size:
         raise ValueError(f"{rows} rows of {dim} values of {dtype} take {size} bytes")
-    data = torch.from_numpy(payload.numpy().copy())  # aligned
-    return rows_of(data.view(dtype).view(rows, dim).float())
+    # Copied, and so aligned.
+    stored = payload.numpy().view(f"V{dim * dtype.itemsize}")[chosen]
+    data = torch.from_numpy(stored.view(np.uint8)).view(dtype)
+    return rows_of(data.view(len(chosen), dim).float())
 
 
 def rows_of(values: torch.Tensor) -> Grid:
