@@ -199,13 +199,6 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def as_range(positions: np.ndarray) -> Chosen:
-    """Return positions, sorted and distinct, as a range if they follow each other."""
-    if len(positions) and int(positions[-1]) - int(positions[0]) + 1 == len(positions):
-        return slice(int(positions[0]), int(positions[-1]) + 1)
-    return positions
-
-
 def part_of(chosen: Chosen, start: int, stop: int) -> Chosen:
     """Return chosen rows ``start`` to ``stop``, counted among the chosen."""
     if isinstance(chosen, slice):

@@ -18,7 +18,6 @@ from torchrec_checknrun import native as module
 from torchrec_checknrun.native import (
     Chosen,
     TensorPlaces,
-    as_range,
     can_copy,
     copy_rows,
     has_extension,
@@ -109,14 +108,6 @@ def test_the_kernel_leaves_other_memory_alone(place: torch.Tensor) -> None:
     for first, n in ((-1, 1), (0, 10), (9, 1), (1, -1), (2**63 - 1, 1)):
         with pytest.raises((IndexError, ValueError)):
             torch.ops.checknrun.copy_rows(rows, 9, first, None, rows.clone(), 0, None, n)
-
-
-@pytest.mark.parametrize("positions", [[], [4], [3, 4, 5], [3, 5], [0, 1, 4]])
-def test_positions_that_follow_each_other_are_a_range(positions: list[int]) -> None:
-    given, every = np.array(positions, np.int64), np.arange(10)
-    found = as_range(given)
-    assert every[found].tolist() == positions
-    assert isinstance(found, slice) == (positions in ([4], [3, 4, 5]))
 
 
 def test_memory_in_pieces_is_for_torch() -> None:

@@ -20,7 +20,7 @@ from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.chunk import open_sections, part_most
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState, LogState
-from torchrec_checknrun.native import Chosen, as_range, part_of, try_copy_rows
+from torchrec_checknrun.native import Chosen, part_of, try_copy_rows
 from torchrec_checknrun.shards import LocalShard, Rows
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -225,6 +225,13 @@ class StoredRows:
                 f"a chunk of {self.header.count} rows of {self.header.table} can't be decoded: "
                 f"{error}"
             ) from error
+
+
+def as_range(positions: np.ndarray) -> Chosen:
+    """Return positions, sorted and distinct, as a range if they follow each other."""
+    if len(positions) and int(positions[-1]) - int(positions[0]) + 1 == len(positions):
+        return slice(int(positions[0]), int(positions[-1]) + 1)
+    return positions
 
 
 def _copied(

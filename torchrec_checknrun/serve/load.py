@@ -17,8 +17,8 @@ from torchrec_checknrun.delta.rows import values_of
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format.manifest import TableTotals
 from torchrec_checknrun.format.row_chunk import RowsHeader
-from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.native import Chosen, as_range
+from torchrec_checknrun.format.row_reader import StoredRows, as_range
+from torchrec_checknrun.native import Chosen
 from torchrec_checknrun.restore.chunks import RowChunk
 from torchrec_checknrun.restore.links import newest_rows
 from torchrec_checknrun.row_sets import DoneRows

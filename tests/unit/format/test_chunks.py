@@ -15,7 +15,7 @@ from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
 from torchrec_checknrun.format import row_values
 from torchrec_checknrun.format.chunk import state_chunk
 from torchrec_checknrun.format.row_chunk import encode_rows
-from torchrec_checknrun.format.row_reader import StoredRows
+from torchrec_checknrun.format.row_reader import StoredRows, as_range
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 from torchrec_checknrun.values.state import encode_state
 
@@ -229,3 +229,11 @@ def test_states_come_back() -> None:
         assert decoded["samples"] == 7
         assert decoded["rng"].tolist() == [0, 1, 2, 3, 4]
         assert decoded["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("positions", [[], [4], [3, 4, 5], [3, 5], [0, 1, 4]])
+def test_positions_that_follow_each_other_are_a_range(positions: list[int]) -> None:
+    given, every = np.array(positions, np.int64), np.arange(10)
+    found = as_range(given)
+    assert every[found].tolist() == positions
+    assert isinstance(found, slice) == (positions in ([4], [3, 4, 5]))

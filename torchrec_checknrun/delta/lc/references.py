@@ -16,7 +16,7 @@ from torchrec_checknrun.bitwidth import lc_reference_bytes
 from torchrec_checknrun.delta.digest import row_digests, total
 from torchrec_checknrun.delta.grid import Grid, Kind
 from torchrec_checknrun.delta.references import BLOCK_ROWS, References, Undo
-from torchrec_checknrun.native import Chosen, as_range, copy_rows
+from torchrec_checknrun.native import Chosen, copy_rows
 from torchrec_checknrun.shards import Rectangle
 
 
@@ -59,7 +59,7 @@ class ValueReferences(References):
             gone = self._total(positions, self.gather(positions) if before is None else before)
         new = self._total(positions, rows)
         self._known[positions] = rows.kind == Kind.VERBATIM
-        _copy(rows.codes, slice(0, len(positions)), self._bits, as_range(positions))
+        _copy(rows.codes, slice(0, len(positions)), self._bits, positions)
         with self._lock:
             self._count(gone, new)
 
