@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 Turn = AbstractContextManager[None]
-"""Entered once everything before has had its turn; by one thread at a time, unless ``together``."""
+"""Entered once all earlier steps of the lane have had their turns, beside others of its step."""
 
 
 Work = Callable[[int, Turn], None]
@@ -34,7 +34,6 @@ def run_in_order(
     stages: Sequence[Stage],
     most: int,
     threads: int,
-    together: bool = False,
 ) -> None:
     """Do items 0 to ``len(sizes) - 1``, each on the next free thread.
 
@@ -44,13 +43,12 @@ def run_in_order(
         stages: stage of each item; a lane's steps are in the order of their first appearance.
         most: bytes of all items in progress together; a single item may exceed it.
         threads: number of threads, the calling one included.
-        together: whether several threads may have their turns at the same time.
 
     Raises:
         Exception: the error of the lowest-numbered item that failed, once no thread is at work any
             more. All items before it were done, and some of those after it.
     """
-    line = _Line(sizes, stages, most, together)
+    line = _Line(sizes, stages, most)
     helpers = min(threads, len(sizes)) - 1
     if helpers < 1:
         _work(line, work)
@@ -103,15 +101,12 @@ class _Line:
         error: of the lowest-numbered item that failed.
     """
 
-    def __init__(
-        self, sizes: Sequence[int], stages: Sequence[Stage], most: int, together: bool
-    ) -> None:
+    def __init__(self, sizes: Sequence[int], stages: Sequence[Stage], most: int) -> None:
         self._sizes, self._stages = sizes, stages
         self._free = most
         self._changed = threading.Condition()
         self._begun = 0
         self._busy = 0
-        self._turn = nullcontext() if together else threading.Lock()
         self._passed: set[int] = set()
         # By lane and step, the number of items that have not passed; finished steps are removed.
         self._left: dict[Hashable, dict[Hashable, int]] = {}
@@ -144,8 +139,7 @@ class _Line:
             )
             if self._failed < number:
                 raise _Stopped
-        with self._turn:
-            yield
+        yield
         self._pass(number)
 
     def end(self, number: int, error: BaseException | None = None) -> None:

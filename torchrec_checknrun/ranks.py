@@ -26,8 +26,9 @@ R = TypeVar("R")
 
 _MOST_NAMED = 8
 _ALONE = (
-    "Perhaps another rank has ended, which its log tells, or didn't make this call: step(), "
-    "save(), wait(), restore() and close() are made on every rank, in the same order."
+    "Perhaps another rank has ended, which its log tells, came later than timeout_seconds allows, "
+    "or didn't make this call: step(), save(), wait(), restore() and close() are made on every "
+    "rank, in the same order."
 )
 """A note to gloo's errors, which name no cause."""
 _NOT_MADE = (

@@ -210,9 +210,24 @@ class LocalShard:
     def scatter(self, rows: Rows) -> None:
         """Write rows into the kernel's memory; states that ``rows`` lacks are not changed."""
         local = self.local_ids(rows.ids)
-        self.weight.index_copy_(0, local, rows.weight.to(self.weight))
+        put_rows(self.weight, local, rows.weight)
         for name, state in rows.optimizer.items():
-            self.optimizer[name].index_copy_(0, local, state.to(self.optimizer[name]))
+            put_rows(self.optimizer[name], local, state)
+
+
+def put_rows(memory: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """Overwrite rows of a tensor, of any device and dtype; rows that follow each other as one.
+
+    Args:
+        places: ``(n,)`` int64, distinct, on the device of ``memory``.
+        rows: n of them.
+    """
+    n = len(places)
+    first = int(places[0]) if n else 0
+    if torch.equal(places, torch.arange(first, first + n, device=places.device)):
+        memory[first : first + n].copy_(rows)
+    else:
+        memory.index_copy_(0, places, rows.to(memory))
 
 
 def check_coverage(name: str, whole: TableShape, held: Iterable[tuple[Rectangle, int]]) -> None:

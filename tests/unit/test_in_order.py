@@ -64,17 +64,19 @@ def test_turns_of_a_lane_come_step_by_step(
         steps[lane] += begins
         stages.append((lane, steps[lane]))
     passed: list[tuple[int, int]] = []
-    busy = threading.Lock()
+    within: list[tuple[int, int]] = []
 
     def work(number: int, turn: Turn) -> None:
         if things[number][2]:
             return
         if number % 3:
             time.sleep(0.0005)
+        lane, step = stages[number]
         with turn:
-            assert busy.acquire(blocking=False)
+            within.append(stages[number])
+            assert {other for of, other in list(within) if of == lane} == {step}
             passed.append(stages[number])
-            busy.release()
+            within.remove(stages[number])
 
     run(work, len(things), threads, stages=stages)
     wanted = [stage for stage, thing in zip(stages, things, strict=True) if not thing[2]]
@@ -111,7 +113,7 @@ def test_turns_of_one_step_may_come_together() -> None:
             passed.append(number)
 
     stages = [(0, 0), (0, 0), (0, 1)]
-    run_in_order(work, [1] * 3, stages, 100, 3, together=True)
+    run(work, 3, 3, stages=stages)
     assert sorted(passed[:2]) == [0, 1]
     assert passed[2] == 2
 

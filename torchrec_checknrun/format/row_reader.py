@@ -20,9 +20,13 @@ from torchrec_checknrun.format import row_ids
 from torchrec_checknrun.format.chunk import open_sections, part_most
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_values import EncodedRows, EncodedState, LogState
-from torchrec_checknrun.native import Chosen, part_of, try_copy_rows
+from torchrec_checknrun.native import BLOCK_BYTES, Chosen, part_of, try_copy_rows
 from torchrec_checknrun.shards import LocalShard, Rows
 
+CONVERTED_BYTES = 1 << 21
+"""Bytes of rows that are converted at a time: smaller blocks take longer in Python than the
+processor's caches save.
+"""
 _NONE = np.empty(0, dtype=np.int64)
 
 
@@ -179,7 +183,7 @@ class StoredRows:
         ids = torch.from_numpy(self.ids[chosen])
         names = self.states if states is None else states
         optimizer = {name: self.state(name, chosen) for name in names}
-        for start, weight in self._decoded(self.weight, chosen):
+        for start, weight in self._decoded(self.weight, chosen, CONVERTED_BYTES):
             here = slice(start, start + len(weight))
             yield Rows(ids[here], weight, {n: state[here] for n, state in optimizer.items()})
 
@@ -211,9 +215,11 @@ class StoredRows:
         if not _copied(self.states[name], chosen, memory, where):
             _put(memory, where, self.state(name, chosen))
 
-    def _decoded(self, encoded: EncodedRows, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
+    def _decoded(
+        self, encoded: EncodedRows, chosen: Chosen, most: int = BLOCK_BYTES
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         with self.refusing():
-            yield from encoded.blocks(chosen)
+            yield from encoded.blocks(chosen, most)
 
     @contextmanager
     def refusing(self) -> Iterator[None]:

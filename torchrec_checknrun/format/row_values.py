@@ -117,14 +117,17 @@ class EncodedRows:
         kept[kept] = positions[at[kept]] == self.exceptions[kept]
         return at[kept], self.exact[torch.from_numpy(kept)]
 
-    def blocks(self, chosen: Chosen) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, chosen: Chosen, most: int = BLOCK_BYTES) -> Iterator[tuple[int, torch.Tensor]]:
         """Decode chosen rows block by block, each block in the same memory; yield with each block
         the number of rows before it.
+
+        Args:
+            most: bytes of a block.
         """
         if self.codec.at_once:
             yield from self._blocks_at_once(chosen)
             return
-        size = max(1, BLOCK_BYTES // self.row_bytes)
+        size = max(1, most // self.row_bytes)
         rows, positions = self, None
         if isinstance(chosen, slice):
             first, n = chosen.start, chosen.stop - chosen.start

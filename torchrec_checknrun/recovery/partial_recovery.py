@@ -256,7 +256,7 @@ class LostRank:
             self._rows.load(chunk, dry_run=False)
 
         linked = self._chunks(self._rows.link_keys)
-        read_chunks(self._root, linked, self._rows.build, together=True)
+        read_chunks(self._root, linked, self._rows.build, decodes_whole=True)
         self._rows.check_digests([self._rows.digests()])  # of tables that are whole here
         read_chunks(self._root, self._chunks(self._keys), load)
         self._rows.finish(dry_run=False)

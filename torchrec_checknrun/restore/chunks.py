@@ -189,7 +189,7 @@ def read_chunks(
     root: Folder,
     chunks: Sequence[StoredChunk],
     load: Callable[[ReadableChunk], object],
-    together: bool = False,
+    decodes_whole: bool = False,
 ) -> None:
     """Read chunks and load them; chunks of rows by several threads, with turns in the given order.
 
@@ -198,8 +198,7 @@ def read_chunks(
 
     Args:
         load: called for each chunk.
-        together: whether chunks of one checkpoint may have their turns at the same time, in which
-            they are decoded.
+        decodes_whole: whether ``load`` decodes all rows of a chunk at once.
 
     Raises:
         CorruptCheckpoint: a chunk is damaged.
@@ -226,10 +225,10 @@ def read_chunks(
             raise
         free.append(memory)
 
-    sizes = [_decoded(entry) if together else _memory(entry) for entry in entries]
+    sizes = [_decoded(entry) if decodes_whole else _memory(entry) for entry in entries]
     most = _CHUNKS_AT_ONCE * max(map(_decoded, entries), default=0)
     stages = [(entry.table, chunk.checkpoint) for chunk, entry in rows]
-    run_in_order(load_rows, sizes, stages, most, threads, together)
+    run_in_order(load_rows, sizes, stages, most, threads)
     for chunk in chunks:
         if not isinstance(chunk.entry, RowsEntry):
             load(readable(chunk, nullcontext(), None))

@@ -10,12 +10,13 @@ right mean, but an approximation of what its columns would have accumulated.
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 
 import torch
 
 from torchrec_checknrun.format.row_chunk import RowsHeader
-from torchrec_checknrun.shards import LocalShard, Rows
+from torchrec_checknrun.shards import LocalShard, Rows, put_rows
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,12 @@ class Conversion:
         self._parts: dict[str, dict[Columns, torch.Tensor]] = {}
         self._restored = torch.zeros(shard.rectangle.rows, dtype=torch.bool, device="cpu")
         self._approximated = False
+        self._lock = threading.Lock()
 
     def scatter(self, header: RowsHeader, rows: Rows) -> None:
-        """Write the shard's columns of stored rows, all within the shard's row range."""
+        """Write the shard's columns of stored rows, all within the shard's row range. Several
+        threads may write at once, each other rows or columns.
+        """
         own, stored = self._shard.rectangle, header.rectangle
         columns = max(own.col_start, stored.col_start), min(own.col_stop, stored.col_stop)
         target = slice(columns[0] - own.col_start, columns[1] - own.col_start)
@@ -101,11 +105,11 @@ class Conversion:
     def _collect(
         self, name: str, columns: Columns, ids: torch.Tensor, values: torch.Tensor
     ) -> None:
-        parts = self._parts.setdefault(name, {})
-        if columns not in parts:
-            parts[columns] = torch.zeros(
-                self._shard.rectangle.rows, dtype=torch.float32, device="cpu"
-            )
+        with self._lock:
+            parts = self._parts.setdefault(name, {})
+            if columns not in parts:
+                rows = self._shard.rectangle.rows
+                parts[columns] = torch.zeros(rows, dtype=torch.float32, device="cpu")
         local = ids - self._shard.rectangle.row_start
-        parts[columns].index_copy_(0, local, values.to(torch.float32))
+        put_rows(parts[columns], local, values)
         self._restored[local] = True

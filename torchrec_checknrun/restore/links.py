@@ -23,8 +23,8 @@ from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.reader import Columns
 from torchrec_checknrun.format.row_chunk import RowsHeader
-from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.native import BLOCK_BYTES, Chosen, part_of
+from torchrec_checknrun.format.row_reader import CONVERTED_BYTES, StoredRows
+from torchrec_checknrun.native import Chosen, part_of
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows
 
 Counted = dict[str, tuple[int, int]]
@@ -157,7 +157,7 @@ class LinkRestore:
         assert self._left == 0, "rows are restored before all links were added"
         references, ids = self._held[i, columns], rows.ids[chosen]
         optimizer = {name: self._state(references, rows, name, chosen) for name in states}
-        size = max(1, BLOCK_BYTES // (_CODE_BYTES * header.cols))
+        size = max(1, CONVERTED_BYTES // (_CODE_BYTES * header.cols))
         for start in range(0, len(ids), size):
             here = slice(start, min(start + size, len(ids)))
             found = newest_rows(references, rows, part_of(chosen, here.start, here.stop))

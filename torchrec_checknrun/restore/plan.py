@@ -108,7 +108,7 @@ class ChainRestore:
         """
         chunks = self._chunks()
         linked = [chunks[key] for key in self._rows.link_keys]
-        read_chunks(root, linked, self._rows.build, together=True)
+        read_chunks(root, linked, self._rows.build, decodes_whole=True)
         return self._rows.digests()
 
     def check_digests(self, counted: Iterable[Counted]) -> None:

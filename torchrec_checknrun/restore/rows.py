@@ -9,6 +9,7 @@ order: parts of a row may come from different chunks then.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -92,6 +93,7 @@ class RowRestore:
         self._done: list[DoneRows] = []
         self._unmarked: set[int] = set()
         self._missing: list[int] = []
+        self._lock = threading.Lock()
 
     def plan(self, shards: Sequence[LocalShard], marks: Sequence[Marks] | None) -> list[str]:
         """Check the chain against the local shards.
@@ -221,9 +223,10 @@ class RowRestore:
                 for i in into:
                     self._next(i, rows, age, dry_run)
                 return
-            if age == 0 and not dry_run:
-                self._mark(into)
-            new = [self._claim(i, rows) for i in into]
+            with self._lock:
+                if age == 0 and not dry_run:
+                    self._mark(into)
+                new = [self._claim(i, rows) for i in into]
         if not dry_run:
             for i, chosen in zip(into, new, strict=True):
                 self._write(i, rows, chosen)
@@ -316,16 +319,16 @@ class RowRestore:
     def _next(self, i: int, rows: StoredRows, age: int, dry_run: bool) -> None:
         """Write the next chunk of a table that is read in the chain's order."""
         shard, within = self._shards[i], self._within(i, rows)
-        if age == 0:
-            common = shard.rectangle.intersect(rows.header.rectangle)
-            assert common is not None
-            self._missing[i] -= (within.stop - within.start) * common.cols
-        if dry_run:
-            return
-        self._write(i, rows, within)
-        if self._marks is not None and age > 0:
-            local = rows.ids[within] - shard.rectangle.row_start
-            self._marks[i].add(torch.from_numpy(local), Consumer.BASELINE)
+        if not dry_run:
+            self._write(i, rows, within)
+        with self._lock:
+            if age == 0:
+                common = shard.rectangle.intersect(rows.header.rectangle)
+                assert common is not None
+                self._missing[i] -= (within.stop - within.start) * common.cols
+            elif self._marks is not None and not dry_run:
+                local = rows.ids[within] - shard.rectangle.row_start
+                self._marks[i].add(torch.from_numpy(local), Consumer.BASELINE)
 
     def _write(self, i: int, rows: StoredRows, chosen: Chosen) -> None:
         shard, header = self._shards[i], rows.header

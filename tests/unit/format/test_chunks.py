@@ -12,7 +12,7 @@ from tests.unit.format.shards import encode, make_shard, stored
 from torchrec_checknrun.codecs import Codec, Exact, ImportanceWeighted, RowContext, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint, UnsupportedTable
-from torchrec_checknrun.format import row_values
+from torchrec_checknrun.format import row_reader
 from torchrec_checknrun.format.chunk import state_chunk
 from torchrec_checknrun.format.row_chunk import encode_rows
 from torchrec_checknrun.format.row_reader import StoredRows, as_range
@@ -137,7 +137,7 @@ def test_mostly_rows_that_a_codec_would_destroy_are_a_chunk_stored_exactly() -> 
 
 @pytest.mark.parametrize("block_rows", [1, 7, 100])
 def test_blocks_are_parts_of_the_whole(block_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_values, "BLOCK_BYTES", block_rows * 16 * 4)
+    monkeypatch.setattr(row_reader, "CONVERTED_BYTES", block_rows * 16 * 4)
     shard = make_shard(40, 16, states={"momentum1": (torch.float32, True)})
     shard.weight[::9] = float("inf")
     shard.optimizer["momentum1"].abs_()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,3 +43,32 @@ def test_shards_come_in_any_order(pointwise: bool) -> None:
     assert all(torch.equal(first, other) for other in others)
     if not pointwise:
         assert torch.equal(first, (torch.stack(states).double().sum(0) / 3).float())
+
+
+@pytest.mark.usefixtures("small_operations")
+@pytest.mark.parametrize("together", [True, False])
+def test_chunks_of_the_same_columns_come_at_once(together: bool) -> None:
+    """Each thread has other rows; no value is lost to another thread's first one."""
+    rows, threads = 240, 4
+    whole = Rectangle(0, rows, 0, 12)
+    for _ in range(200):
+        state, weight = torch.zeros(rows), torch.zeros(rows, 12)
+        shard = LocalShard("t", TableShape(rows, 12), whole, weight, {"sum": state})
+        conversion, start = Conversion(shard), threading.Barrier(threads)
+
+        def put(number: int, into: Conversion, begin: threading.Barrier) -> None:
+            own = np.array_split(np.arange(rows), threads)[number]
+            if not together:  # rows that don't follow each other
+                own = np.arange(number, rows, threads)
+            ids = torch.from_numpy(own)
+            begin.wait(30)
+            for columns in SHARDS:
+                header: Any = SimpleNamespace(rectangle=Rectangle(0, rows, *columns))
+                values = ids[:, None] + torch.arange(*columns)
+                into.scatter(header, Rows(ids, values.float(), {"sum": ids.float() + 1}))
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(put, range(threads), [conversion] * threads, [start] * threads))
+        conversion.finish()
+        assert torch.equal(state, torch.arange(rows) + 1.0)
+        assert torch.equal(weight, torch.arange(rows)[:, None] + torch.arange(12.0))

@@ -155,7 +155,7 @@ def test_blocks_of_a_chunk_decode_its_exact_rows_once(
         count += 1
         return plainly(codec, data, rows, dim)
 
-    monkeypatch.setattr(links, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(links, "CONVERTED_BYTES", 64)
     monkeypatch.setattr(Delta, "verbatim_rows", counted)
     assert same(restored(tmp_path, name), wanted) == []
     content = read_content(Folder(tmp_path), resolve(Folder(tmp_path), name))
