@@ -116,7 +116,9 @@ class References(ABC):
         """
 
     def _count(self, gone: int, new: int) -> None:
-        """Count rows' digests in the place of those of the rows before; the lock is held."""
+        """Count rows' digests in the place of those of the rows before, while no other thread
+        does.
+        """
         self.weights_digest = (self.weights_digest - gone + new) % WORD
 
     @abstractmethod

@@ -65,10 +65,8 @@ class Conversion:
             if self._shard.optimizer[name].dim() == 1:
                 mean = state if state.dim() == 1 else state[:, source].double().mean(dim=1)
                 self._collect(name, columns, rows.ids, mean)
-                self._approximated |= state.dim() == 1 and columns != (
-                    stored.col_start,
-                    stored.col_stop,
-                )
+                if state.dim() == 1 and columns != (stored.col_start, stored.col_stop):
+                    self._approximated = True  # by any thread
             elif state.dim() == 1:
                 pointwise[name] = state[:, None].expand(-1, columns[1] - columns[0])
                 self._approximated = True

@@ -103,12 +103,13 @@ class RankRuns(Runs):
         self._follower: Follower | None = None
         self.last: Live | None = None
         """The live state at the end of the last life, if that ended between turns."""
+        self._last_layout = ""
         for path in self._copies.glob("*.0.pickle"):
             id = path.name.removesuffix(".0.pickle")
             paths = sorted(self._copies.glob(f"{id}.*.pickle"))
             self.cuts[id] = pickle.loads(paths[min(self._rank, len(paths) - 1)].read_bytes())
         if self._notes.exists():
-            self.done, self.last = pickle.loads(self._notes.read_bytes())
+            self.done, self.last, self._last_layout = pickle.loads(self._notes.read_bytes())
 
     def there(self) -> list[str]:
         manifests = sorted(self.root.glob("seq-*/manifest.json"))
@@ -119,7 +120,7 @@ class RankRuns(Runs):
         assert self._saver is not None
         between = not self._saver._saver.gradients_wait
         self.last = everything(training) if between else None
-        self._notes.write_bytes(pickle.dumps((self.done, self.last)))
+        self._notes.write_bytes(pickle.dumps((self.done, self.last, str(self.layout))))
 
     def options(self) -> dict[str, Any]:
         options, ranked = super().options(), self.ranked
@@ -188,6 +189,8 @@ class RankRuns(Runs):
             lines = []
         else:
             kept = not report.ranks or report.ranks[self._rank].source == "images"
+            # By chance this rank may have the same shards as before, in kernels of other names.
+            kept = kept and self._last_layout == str(self.layout)
             again = self.program.between == "swapped_after"
             found, wanted = (
                 {
