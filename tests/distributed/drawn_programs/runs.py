@@ -51,6 +51,8 @@ OF_RANKS = re.compile(
     r"|\._rank$"
 )
 """Paths of what belongs to a rank or a layout."""
+KERNEL = re.compile(r"\.kernel\d+")
+"""The number of a kernel, which another layout may change though the rank has the same shards."""
 LOOKUPS = re.compile(r"\.iter(_cpu)?$")
 """Paths of kernels' counters, which evaluations move: one after a step is done again."""
 
@@ -103,13 +105,12 @@ class RankRuns(Runs):
         self._follower: Follower | None = None
         self.last: Live | None = None
         """The live state at the end of the last life, if that ended between turns."""
-        self._last_layout = ""
         for path in self._copies.glob("*.0.pickle"):
             id = path.name.removesuffix(".0.pickle")
             paths = sorted(self._copies.glob(f"{id}.*.pickle"))
             self.cuts[id] = pickle.loads(paths[min(self._rank, len(paths) - 1)].read_bytes())
         if self._notes.exists():
-            self.done, self.last, self._last_layout = pickle.loads(self._notes.read_bytes())
+            self.done, self.last = pickle.loads(self._notes.read_bytes())
 
     def there(self) -> list[str]:
         manifests = sorted(self.root.glob("seq-*/manifest.json"))
@@ -120,7 +121,7 @@ class RankRuns(Runs):
         assert self._saver is not None
         between = not self._saver._saver.gradients_wait
         self.last = everything(training) if between else None
-        self._notes.write_bytes(pickle.dumps((self.done, self.last, str(self.layout))))
+        self._notes.write_bytes(pickle.dumps((self.done, self.last)))
 
     def options(self) -> dict[str, Any]:
         options, ranked = super().options(), self.ranked
@@ -189,16 +190,16 @@ class RankRuns(Runs):
             lines = []
         else:
             kept = not report.ranks or report.ranks[self._rank].source == "images"
-            # By chance this rank may have the same shards as before, in kernels of other names.
-            kept = kept and self._last_layout == str(self.layout)
             again = self.program.between == "swapped_after"
+            sides = (everything(training), self.last)
+            numbers = [set(KERNEL.findall("\n".join(of))) for of in sides]
             found, wanted = (
                 {
-                    p: v
+                    p if numbers[0] == numbers[1] else KERNEL.sub(".kernel", p): v
                     for p, v in of.items()
                     if (kept or not OF_RANKS.search(p)) and not (again and LOOKUPS.search(p))
                 }
-                for of in (everything(training), self.last)
+                for of in sides
             )
             lines = differences_at_rest(found, wanted)
         self.outcome.lost += [f"restored from {report.source}: {line}" for line in lines]
