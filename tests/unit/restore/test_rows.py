@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
+from collections import Counter
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -34,6 +38,7 @@ from tests.unit.entries import fields
 from torchrec_checknrun.codecs import KMeans, Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint
+from torchrec_checknrun.marks.marks import Marks
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.shards import LocalShard, Rectangle
@@ -89,6 +94,43 @@ def test_random_chains_into_other_columns(data: st.DataObject, rows: int, thread
     assert_same(shards, wanted)
     for of_shard, plain in zip(marks, held, strict=True):
         assert (marked(of_shard) == plain).all()
+
+
+@pytest.mark.parametrize("columns", [[(0, DIM)], [(0, 1), (1, DIM)]], ids=["as stored", "others"])
+def test_threads_claim_and_mark_rows_one_at_a_time(
+    root: Folder, monkeypatch: pytest.MonkeyPatch, columns: list[tuple[int, int]]
+) -> None:
+    """Bits of eight rows share a byte, and one chunk's last row has the next one's first beside."""
+    calls, busy = Counter[str](), threading.Lock()
+
+    def alone(kind: type, name: str) -> None:
+        plainly = getattr(kind, name)
+
+        def watched(*given: Any) -> Any:
+            assert busy.acquire(blocking=False), "two threads at once"
+            try:
+                time.sleep(0.002)
+                return plainly(*given)
+            finally:
+                calls[kind.__name__] += 1
+                busy.release()
+
+        monkeypatch.setattr(kind, name, watched)
+
+    every = list(range(60))
+    chain = [[Part((0, DIM), every, 5, states=())], [Part((0, DIM), every[::2], 3, states=())]]
+    head = write_chain(root, 60, chain)
+    places = [Rectangle(0, 60, *of_columns) for of_columns in columns]
+    shards, wanted = make_shards(60, places), make_shards(60, places)
+    for shard in (*shards, *wanted):
+        shard.optimizer = {}
+    held = apply_in_order(root, head, wanted)
+    alone(DoneRows, "add")
+    alone(Marks, "add")
+    marks, _ = restore(root, head, shards, threads=4)
+    assert calls
+    assert_same(shards, wanted)
+    assert [marked(each).tolist() for each in marks] == [each.tolist() for each in held]
 
 
 def test_state_that_newer_rows_lack_is_the_older_ones(root: Folder) -> None:
