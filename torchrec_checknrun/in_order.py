@@ -9,19 +9,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from functools import partial
+from itertools import chain
 
 import torch
-
-T = TypeVar("T")
-
 
 Turn = AbstractContextManager[None]
 """Entered once all earlier steps of the lane have had their turns, beside others of its step."""
 
 
-Work = Callable[[int, Turn], None]
-"""Does the item of that number; may enter its turn once, or not at all."""
+Work = Callable[[int, Callable[[int], Turn]], None]
+"""Does the parts of the item of that number in their order; may enter the turn of each part, by its
+number in the item, once or not at all."""
 
 
 Stage = tuple[Hashable, Hashable]
@@ -31,7 +30,7 @@ Stage = tuple[Hashable, Hashable]
 def run_in_order(
     work: Work,
     sizes: Sequence[int],
-    stages: Sequence[Stage],
+    stages: Sequence[Sequence[Stage]],
     most: int,
     threads: int,
 ) -> None:
@@ -40,7 +39,8 @@ def run_in_order(
     Args:
         work: called once per item.
         sizes: bytes of each item.
-        stages: stage of each item; a lane's steps are in the order of their first appearance.
+        stages: stage of each part of each item; a lane's steps are in the order of their first
+            appearance.
         most: bytes of all items in progress together; a single item may exceed it.
         threads: number of threads, the calling one included.
 
@@ -101,16 +101,16 @@ class _Line:
         error: of the lowest-numbered item that failed.
     """
 
-    def __init__(self, sizes: Sequence[int], stages: Sequence[Stage], most: int) -> None:
+    def __init__(self, sizes: Sequence[int], stages: Sequence[Sequence[Stage]], most: int) -> None:
         self._sizes, self._stages = sizes, stages
         self._free = most
         self._changed = threading.Condition()
         self._begun = 0
         self._busy = 0
-        self._passed: set[int] = set()
-        # By lane and step, the number of items that have not passed; finished steps are removed.
+        self._passed: set[tuple[int, int]] = set()
+        # By lane and step, the number of parts that have not passed; finished steps are removed.
         self._left: dict[Hashable, dict[Hashable, int]] = {}
-        for lane, step in stages:
+        for lane, step in chain.from_iterable(stages):
             steps = self._left.setdefault(lane, {})
             steps[step] = steps.get(step, 0) + 1
         self._failed = len(sizes)
@@ -130,9 +130,9 @@ class _Line:
             return None
 
     @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
-        """Wait for an item's turn; the item passes when the block ends."""
-        lane, step = self._stages[number]
+    def turn(self, number: int, part: int) -> Iterator[None]:
+        """Wait for the turn of an item's part, which passes when the block ends."""
+        lane, step = self._stages[number][part]
         with self._changed:
             self._changed.wait_for(
                 lambda: next(iter(self._left[lane])) == step or self._failed < number
@@ -140,7 +140,7 @@ class _Line:
             if self._failed < number:
                 raise _Stopped
         yield
-        self._pass(number)
+        self._pass(number, part)
 
     def end(self, number: int, error: BaseException | None = None) -> None:
         """Record that an item is done, or has failed."""
@@ -148,7 +148,8 @@ class _Line:
             self._free += self._sizes[number]
             self._busy -= 1
             if error is None:
-                self._pass(number)
+                for part in range(len(self._stages[number])):
+                    self._pass(number, part)
             elif number < self._failed:
                 self._failed, self.error = number, error
             self._changed.notify_all()
@@ -159,13 +160,13 @@ class _Line:
             self._failed = -1
             self._changed.notify_all()
 
-    def _pass(self, number: int) -> None:
-        """Let the items of the next step have their turns once this was the last of its step."""
+    def _pass(self, number: int, part: int) -> None:
+        """Let the parts of the next step have their turns once this was the last of its step."""
         with self._changed:
-            if number in self._passed:
+            if (number, part) in self._passed:
                 return
-            self._passed.add(number)
-            lane, step = self._stages[number]
+            self._passed.add((number, part))
+            lane, step = self._stages[number][part]
             steps = self._left[lane]
             steps[step] -= 1
             while steps and not steps[first := next(iter(steps))]:
@@ -177,7 +178,7 @@ def _work(line: _Line, work: Work) -> None:
     """Do items until there are no more."""
     while (number := line.begin()) is not None:
         try:
-            work(number, line.turn(number))
+            work(number, partial(line.turn, number))
         except _Stopped:
             line.end(number)
         except BaseException as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -272,8 +272,12 @@ def restore(
         for number in range(len(keys)):
             load(number, nullcontext())
     else:
-        stages = [(fields(chunks[key])["table"], chunks[key].checkpoint) for key in keys]
-        run_in_order(load, [1] * len(keys), stages, len(keys), threads)
+        stages = [[(fields(chunks[key])["table"], chunks[key].checkpoint)] for key in keys]
+
+        def one(number: int, turn: Callable[[int], Turn]) -> None:
+            load(number, turn(0))
+
+        run_in_order(one, [1] * len(keys), stages, len(keys), threads)
     rows.finish(dry_run)
     return marks, were_read
 

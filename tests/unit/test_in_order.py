@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,20 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchrec_checknrun.in_order import Stage, Turn, Work, run_in_order
+from torchrec_checknrun.in_order import Stage, Turn, run_in_order
 
 
 def run(
-    work: Work,
+    work: Callable[[int, Turn], object],
     count: int,
     threads: int,
     sizes: list[int] | None = None,
     most: int = 100,
     stages: Sequence[Stage] | None = None,
 ) -> None:
-    """Run items; without stages all turns are in order."""
+    """Run items of one part; without stages all turns are in order."""
     stages = [("lane", number) for number in range(count)] if stages is None else stages
-    run_in_order(work, sizes or [1] * count, stages, most, threads)
+
+    def one(number: int, turn: Callable[[int], Turn]) -> None:
+        work(number, turn(0))
+
+    run_in_order(one, sizes or [1] * count, [[stage] for stage in stages], most, threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -132,6 +136,54 @@ def test_a_step_waits_for_the_one_before_the_last() -> None:
 
     run(work, 3, 3)
     assert passed == [0, 2]
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(
+    st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 3), max_size=5)), max_size=20),
+    st.sampled_from([1, 2, 5]),
+)
+def test_each_part_of_an_item_has_its_own_turn(
+    things: list[tuple[bool, list[int]]], threads: int
+) -> None:
+    """Each item has parts in some lanes, and may begin a new step in all of them."""
+    step, stages = 0, []
+    for begins, lanes in things:
+        step += begins
+        stages.append([(lane, step) for lane in lanes])
+    passed: list[tuple[int, int]] = []
+
+    def work(number: int, turn: Callable[[int], Turn]) -> None:
+        for part, stage in enumerate(stages[number]):
+            if (number + part) % 4 == 3:
+                continue  # without a turn
+            if number % 3:
+                time.sleep(0.0005)
+            with turn(part):
+                passed.append(stage)
+
+    run_in_order(work, [1] * len(stages), stages, 100, threads)
+    wanted = [s for n, of in enumerate(stages) for p, s in enumerate(of) if (n + p) % 4 != 3]
+    assert Counter(passed) == Counter(wanted)
+    for lane in range(4):
+        of_lane = [step for each, step in passed if each == lane]
+        assert of_lane == sorted(of_lane)
+
+
+def test_the_next_item_waits_for_one_part_alone() -> None:
+    """The second item's turn comes while the first item is at work on its second part."""
+    first, second = threading.Event(), threading.Event()
+
+    def work(number: int, turn: Callable[[int], Turn]) -> None:
+        with turn(0):
+            (second if number else first).set()
+        if number == 0:
+            assert second.wait(30)
+            with turn(1):
+                pass
+
+    run_in_order(work, [1, 1], [[("a", 0), ("b", 0)], [("a", 1)]], 2, 2)
+    assert first.is_set()
 
 
 def test_nothing_to_do() -> None:

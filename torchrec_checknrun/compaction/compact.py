@@ -35,7 +35,7 @@ from torchrec_checknrun.format.entries import RowsEntry, unwritten
 from torchrec_checknrun.format.manifest import Manifest, TableDigests, TableTotals, version_of
 from torchrec_checknrun.format.names import MANIFEST_NAME, new_id
 from torchrec_checknrun.format.rank_file import FileSummary, add_totals, write_rank_file
-from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk
+from torchrec_checknrun.format.reader import Columns, StoredChunk
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, overlap, read_content
@@ -206,6 +206,7 @@ class _Compaction:
         progress: Callable[[int, int], object] | None,
     ) -> None:
         self._root = root
+        self._read = content.read_ahead(root).read
         self._content = content
         self._links: dict[str, ByColumns] = {}
         self._chain = content.chain
@@ -230,7 +231,7 @@ class _Compaction:
                 yield from self._rows(table, columns, chunks)
         for chunk in self._head:
             if not isinstance(chunk.entry, RowsEntry):
-                payload = read_chunk(self._root, chunk)  # whole, even where stored as a difference
+                payload = self._read(chunk)  # whole, even where stored as a difference
                 yield EncodedChunk(replace(unwritten(chunk.entry), difference=UNSET), [payload])
                 self._step(chunk)
 
@@ -269,7 +270,7 @@ class _Compaction:
         if table not in self._chain.head.deltas:
             return {}
         if table not in self._links:  # one table at a time
-            self._links = {table: build_table(self._root, self._content, table)}
+            self._links = {table: build_table(self._root, self._content, table, self._read)}
         return self._links[table]
 
     def _divide(
@@ -284,7 +285,7 @@ class _Compaction:
         """Take the rows of a chunk that no newer one has, for the ranges in which they lie."""
         if done.contains_range(header.rectangle.row_start, header.rectangle.row_stop):
             return
-        stored = StoredRows(header, read_chunk(self._root, chunk))
+        stored = StoredRows(header, self._read(chunk))
         new = done.add(stored.ids)
         ids = stored.ids if new is None else stored.ids[new]
         if not len(ids):
@@ -308,7 +309,7 @@ class _Compaction:
         if done.contains_range(header.rectangle.row_start, header.rectangle.row_stop):
             yield from chunks_of(newer)
             return
-        payload = read_chunk(self._root, chunk)
+        payload = self._read(chunk)
         stored = StoredRows(header, payload)
         new = done.add(stored.ids)
         if new is None:

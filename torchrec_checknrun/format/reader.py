@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -252,6 +252,7 @@ def read_chunk(
     memory: memoryview | None = None,
     visible_seconds: float = VISIBLE_SECONDS,
     known: Mapping[str, memoryview] | None = None,
+    at_hand: Callable[[StoredChunk], memoryview | None] = lambda chunk: None,
 ) -> memoryview:
     """Read a chunk's content and verify its checksum; of a difference, also what it is one to.
 
@@ -260,10 +261,16 @@ def read_chunk(
         visible_seconds: how long to wait for a file that is missing, or too short.
         known: contents that were read before, by the chunks' keys: what a difference is one to is
             not read again.
+        at_hand: returns the bytes of a chunk as stored, verified; None: they are read.
 
     Raises:
         CorruptCheckpoint: the bytes are missing or not the ones written.
     """
+
+    def payload(chunk: StoredChunk, memory: memoryview | None) -> memoryview:
+        held = at_hand(chunk)
+        return _read_payload(root, chunk, memory, visible_seconds) if held is None else held
+
     links, content = [chunk], None
     while (base := links[-1].base) is not None:
         if known and (content := known.get(base.key)) is not None:
@@ -273,13 +280,12 @@ def read_chunk(
         whole = links.pop()
         if (to := difference_of(whole.entry)) is not None:
             raise CorruptCheckpoint(f"{whole.key} is a difference to {to.parent}, which isn't here")
-        content = _read_payload(root, whole, None if links else memory, visible_seconds)
+        content = payload(whole, None if links else memory)
     for link in reversed(links):
         difference = difference_of(link.entry)
         assert difference is not None, "only differences have a base"
         try:
-            payload = _read_payload(root, link, None, visible_seconds)
-            content = restored(payload, content, difference)
+            content = restored(payload(link, None), content, difference)
         except ValueError as error:
             raise CorruptCheckpoint(f"{link.key}: {error}") from error
     return content

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain as chained
 from itertools import pairwise
 from reprlib import repr as shown
 
@@ -17,15 +18,10 @@ from msgspec.structs import replace
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
-from torchrec_checknrun.format.reader import (
-    Columns,
-    StoredChunk,
-    read_chain,
-    read_chunk,
-    read_indexes,
-)
+from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chain, read_indexes
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.in_order import Turn, run_in_order
+from torchrec_checknrun.restore.read_ahead import ReadAhead, Run, runs_of, span
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 
@@ -54,6 +50,10 @@ class ChainContent:
 
     chain: Chain
     chunks: tuple[tuple[StoredChunk, ...], ...]
+
+    def read_ahead(self, root: Folder) -> ReadAhead:
+        """Return a reader of all chunks, for one thread."""
+        return ReadAhead(root, chained.from_iterable(self.chunks))
 
     @cached_property
     def by_table(self) -> tuple[dict[str, list[RowChunk]], ...]:
@@ -205,19 +205,17 @@ def read_chunks(
         OSError: the storage failed.
     """
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    rows = [(chunk, chunk.entry) for chunk in chunks if isinstance(chunk.entry, RowsEntry)]
-    entries = [entry for _, entry in rows]
-    longest = max((entry.length for entry in entries), default=0)
-    # As many are touched as chunks are loaded at once.
-    free = [np.empty(longest, dtype=np.uint8).data for _ in range(threads)]
+    rows = {c: c.entry for c in chunks if isinstance(c.entry, RowsEntry)}
+    runs = list(runs_of(rows))
+    # As many are touched as runs are loaded at once.
+    free = [np.empty(max(map(span, runs), default=0), np.uint8).data for _ in range(threads)]
 
-    def readable(chunk: StoredChunk, turn: Turn, memory: memoryview | None) -> ReadableChunk:
-        return ReadableChunk(chunk, lambda: read_chunk(root, chunk, memory), turn)
-
-    def load_rows(number: int, turn: Turn) -> None:
+    def load_run(number: int, turn: Callable[[int], Turn]) -> None:
         memory = free.pop()
         try:
-            load(readable(rows[number][0], turn, memory))
+            run = Run(root, runs[number], memory)
+            for part, chunk in enumerate(runs[number]):
+                load(ReadableChunk(chunk, partial(run.read, chunk), turn(part)))
         except StorageUnreachable:
             raise  # an abandoned read may still write to the memory
         except BaseException:
@@ -225,13 +223,18 @@ def read_chunks(
             raise
         free.append(memory)
 
-    sizes = [_decoded(entry) if decodes_whole else _memory(entry) for entry in entries]
-    most = _CHUNKS_AT_ONCE * max(map(_decoded, entries), default=0)
-    stages = [(entry.table, chunk.checkpoint) for chunk, entry in rows]
-    run_in_order(load_rows, sizes, stages, most, threads)
-    for chunk in chunks:
-        if not isinstance(chunk.entry, RowsEntry):
-            load(readable(chunk, nullcontext(), None))
+    bytes_of = _decoded if decodes_whole else _memory
+    sizes = [max(span(run) - c.entry.length + bytes_of(rows[c]) for c in run) for run in runs]
+    most = max(
+        _CHUNKS_AT_ONCE * max(map(_decoded, rows.values()), default=0),
+        threads * max((size for size, run in zip(sizes, runs, strict=True) if run[1:]), default=0),
+    )
+    stages = [[(rows[chunk].table, chunk.checkpoint) for chunk in run] for run in runs]
+    run_in_order(load_run, sizes, stages, most, threads)
+    others = [chunk for chunk in chunks if not isinstance(chunk.entry, RowsEntry)]
+    ahead = ReadAhead(root, others)
+    for chunk in others:
+        load(ReadableChunk(chunk, partial(ahead.read, chunk), nullcontext()))
 
 
 def _memory(entry: RowsEntry) -> int:

@@ -17,6 +17,7 @@ from torchrec_checknrun.format.reader import (
     with_bases,
 )
 from torchrec_checknrun.restore.chunks import RowChunk, rows_by_table, table_problems
+from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.serve.inference.collisions import joined
 from torchrec_checknrun.serve.plan import Plan
@@ -94,11 +95,17 @@ class Content:
         self.plan = plan
         self.bytes_read = 0
         self.each: Callable[[], object] = lambda: None
+        self._ahead: ReadAhead | None = None
+
+    @property
+    def _first(self) -> int:
+        """Return the place of the oldest checkpoint to read."""
+        return self.plan.common if self.plan.follows else 0
 
     @property
     def stored_bytes(self) -> int:
         """Return the bytes of the files that the plan may read."""
-        manifests = self.plan.chain.manifests[self.plan.common if self.plan.follows else 0 :]
+        manifests = self.plan.chain.manifests[self._first :]
         return sum(manifest.stored_bytes for manifest in manifests)
 
     @property
@@ -115,7 +122,11 @@ class Content:
         self.each()
         dense = self._indexes.dense
         before = dense.bytes_read
-        content = dense.read(chunk)
+        if self._ahead is None:
+            places = range(self._first, len(self.plan.chain.manifests))
+            chunks = (chunk for place in places for chunk in self.chunks_of(place))
+            self._ahead = ReadAhead(self.root, chunks)
+        content = dense.read(chunk, self._ahead.at_hand)
         self.bytes_read += dense.bytes_read - before
         return content
 
@@ -147,8 +158,7 @@ class Content:
         Raises:
             CorruptCheckpoint: an index is missing or damaged.
         """
-        first = self.plan.common if self.plan.follows else 0
-        for place in range(first, len(self.plan.chain.manifests)):
+        for place in range(self._first, len(self.plan.chain.manifests)):
             self.each()
             self.chunks_of(place)
 

@@ -31,7 +31,7 @@ from torchrec_checknrun.format.entries import (
 from torchrec_checknrun.format.manifest import Header, Manifest
 from torchrec_checknrun.format.names import new_id
 from torchrec_checknrun.format.rank_file import sum_tables
-from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.format.row_chunk import RowsHeader, encode_rows
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
@@ -226,6 +226,7 @@ class _Copying:
         if self.bits is not None:
             self._quantization = Quantization(bits=self.bits, method="asymmetric")
         self._held, self._dense = self.lineage.previous, DenseReader(self.source)
+        self._ahead = self.content.read_ahead(self.source)
         chunks = (chunk for of_one in self.content.chunks for chunk in of_one)
         self._whole = sum(chunk.entry.length for chunk in chunks)
 
@@ -319,7 +320,8 @@ class _Copying:
             if isinstance(header, RowsHeader):
                 yield self._rows(chunk, header)
             elif not isinstance(entry, RowsEntry) and _is_of_model(entry):
-                payload = self._dense.read(chunk)  # whole, even where it is a difference
+                # Whole, even where it is a difference.
+                payload = self._dense.read(chunk, self._ahead.at_hand)
                 yield EncodedChunk(replace(unwritten(entry), difference=UNSET), [payload])
             self._gone += chunk.entry.length
             if self.progress is not None:
@@ -336,6 +338,7 @@ class _Copying:
             if table not in self._links:
                 rows = manifest.tables[table].rows
                 self._links[table] = TableLinks(self.source, table, rows)
+                self._links[table].read = self._ahead.read
             links = self._links[table]
             links.add(self.content.by_table[place].get(table, ()))
             if links.digest != said.after:
@@ -347,7 +350,7 @@ class _Copying:
     def _rows(self, chunk: StoredChunk, header: RowsHeader) -> EncodedChunk:
         """Encode a chunk's rows anew, without optimizer state."""
         place = header.rectangle
-        stored = StoredRows(header, read_chunk(self.source, chunk))
+        stored = StoredRows(header, self._ahead.read(chunk))
         columns = place.col_start, place.col_stop
         every = slice(0, header.count)
         if header.codec.chained:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from torchrec_checknrun.format.reader import (
     dense_key,
     read_chunk,
 )
+from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.values.keys import key_name
 
@@ -61,7 +61,11 @@ class DenseReader:
         self._kept: dict[object, tuple[str, memoryview]] = {}
         self.bytes_read = 0
 
-    def read(self, chunk: StoredChunk) -> memoryview:
+    def read(
+        self,
+        chunk: StoredChunk,
+        at_hand: Callable[[StoredChunk], memoryview | None] = lambda chunk: None,
+    ) -> memoryview:
         """Return a chunk's content, verified; see ``read_chunk``."""
         place = dense_key(chunk.entry)
         before = self._kept.get(place)
@@ -70,7 +74,13 @@ class DenseReader:
         while link is not None and link.key not in known:  # a difference, and all that it is one to
             self.bytes_read += link.entry.length
             link = link.base
-        content = read_chunk(self._root, chunk, visible_seconds=self._visible_seconds, known=known)
+        content = read_chunk(
+            self._root,
+            chunk,
+            visible_seconds=self._visible_seconds,
+            known=known,
+            at_hand=at_hand,
+        )
         if before is not None:
             self._left += len(self._kept.pop(place)[1])
         if place is not None and len(content) <= self._left:
@@ -88,7 +98,7 @@ def read_dense(
 
     Args:
         chunks: the checkpoint's chunks (the head of a chain has all such values).
-        read: reads a chunk's bytes, verified; None: from the root.
+        read: reads a chunk's content, verified; None: from the root.
 
     Returns:
         By name: tensors (also of NumPy arrays, except of types that PyTorch lacks), lists of text
@@ -98,7 +108,7 @@ def read_dense(
         CorruptCheckpoint: a chunk differs from what was written.
         IncompatibleCheckpoint: two values would have the same name.
     """
-    read = partial(read_chunk, root) if read is None else read
+    read = ReadAhead(root, chunks).read if read is None else read
     found: dict[str, Any] = {}
     pieces: dict[str, torch.Tensor] = {}
     for problem in piece_problems(chunks):  # before memory of their size is taken

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from torchrec_checknrun.format.chunk import dtype_name
 from torchrec_checknrun.restore.chunks import read_content
+from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import Rows
 from torchrec_checknrun.store.folder import Folder
@@ -105,9 +107,10 @@ def compare(
     """
     folder = Folder.of(root)
     chains = [resolve(folder, id) for id in (before, after)]
-    contents = [read_content(folder, chain) for chain in chains]
-    cache = ChunkCache(folder, cache_bytes)
-    tables = [chain.head.tables for chain in chains]
+    contents = [read_content(folder, each) for each in chains]
+    chunks = chain.from_iterable(part for content in contents for part in content.chunks)
+    cache = ChunkCache(folder, cache_bytes, ReadAhead(folder, chunks))
+    tables = [each.head.tables for each in chains]
     both = [name for name in tables[0] if name in tables[1]]
     readers = {
         name: (TableReader(contents[0], name, cache), TableReader(contents[1], name, cache))

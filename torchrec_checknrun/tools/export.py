@@ -24,6 +24,7 @@ import torch
 from torchrec_checknrun.errors import CheckpointExists, IncompatibleCheckpoint
 from torchrec_checknrun.format.names import is_plain_name
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
+from torchrec_checknrun.restore.read_ahead import Read, ReadAhead
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import storage_failed
@@ -99,10 +100,11 @@ def export_dcp(
     into = Folder.of(target)
     _make_empty(into)
     content = read_content(root, chain)
-    tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
+    ahead = content.read_ahead(root)
+    tensors, values = _split(chain, read_dense(root, content.chunks[-1], ahead.read))
     done = Exported(chain.head.id, values=sorted(values))
     with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
-        for table, reader in _readers(root, content, progress):
+        for table, reader in _readers(root, content, ahead, progress):
             place = _restored(reader, Path(folder), optimizer)
             done.tables[table] = "full"
             named = {f"{table}.weight": place["weight"]}
@@ -217,7 +219,8 @@ def export_safetensors(
         )
     _make_empty(into)
     content = read_content(root, chain)
-    tensors, values = _split(chain, read_dense(root, content.chunks[-1]))
+    ahead = content.read_ahead(root)
+    tensors, values = _split(chain, read_dense(root, content.chunks[-1], ahead.read))
     _check_names(chain, bool(tensors))
     _check_types(chain, tensors)
     done = Exported(chain.head.id, values=sorted(values))
@@ -227,11 +230,11 @@ def export_safetensors(
         with _of_storage(into):
             save_in_place(Path(into.url), lambda place: save_file(tensors, place / name, about))
 
-    for table, reader in _readers(root, content, progress):
+    for table, reader in _readers(root, content, ahead, progress):
         with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
             place, stored = _restored(reader, Path(folder), optimizer), "full"
             if rows == "fused":
-                stored = _fuse(place, root, content, table, Path(folder), layout)
+                stored = _fuse(place, ahead.read, content, table, Path(folder), layout)
             name = f"{table}.safetensors"
             save(place, name, {**about, "table": table, "rows": stored})
             done.files.append(name)
@@ -278,7 +281,7 @@ def _restored(reader: TableReader, folder: Path, optimizer: bool) -> dict[str, t
 
 def _fuse(
     place: dict[str, torch.Tensor],
-    root: Folder,
+    read: Read,
     content: ChainContent,
     table: str,
     folder: Path,
@@ -288,7 +291,7 @@ def _fuse(
     if layout == "inference":
         fused = inference_rows(content, table, place["weight"], folder)
     else:
-        fused = fused_rows(root, content, table, folder)
+        fused = fused_rows(read, content, table, folder)
     if fused.tensors:
         del place["weight"]
         _check_states(table, place, fused.tensors)
@@ -339,12 +342,15 @@ def _check_types(chain: Chain, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _readers(
-    root: Folder, content: ChainContent, progress: Callable[[int, int], object] | None
+    root: Folder,
+    content: ChainContent,
+    ahead: ReadAhead,
+    progress: Callable[[int, int], object] | None,
 ) -> Iterator[tuple[str, TableReader]]:
     tables = content.chain.head.tables
     total, done = sum(table.rows for table in tables.values()), 0
     for name, table in tables.items():
-        yield name, TableReader(content, name, ChunkCache(root, _CACHE_BYTES))
+        yield name, TableReader(content, name, ChunkCache(root, _CACHE_BYTES, ahead))
         done += table.rows
         if progress is not None:
             progress(done, total)

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Exact, Rowwise
-from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, overlap
+from torchrec_checknrun.restore.read_ahead import Read
 from torchrec_checknrun.row_sets import DoneRows
-from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.tables import scratch_tensor
 
 _FEW = 16
@@ -51,10 +51,11 @@ class FusedRows:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -> FusedRows:
+def fused_rows(read: Read, content: ChainContent, table: str, scratch: Path) -> FusedRows:
     """Extract each row's newest bytes from a chain.
 
     Args:
+        read: reads a chunk's bytes, verified.
         scratch: the folder of the files that hold the rows.
 
     Raises:
@@ -67,7 +68,7 @@ def fused_rows(root: Folder, content: ChainContent, table: str, scratch: Path) -
     parts, rows = content.rows_by_columns[table], content.chain.head.tables[table].rows
     for columns, newest_first in parts.items():
         suffix = f".columns_{columns[0]}_{columns[1]}" if len(parts) > 1 else ""
-        tensors = _newest(root, newest_first, codec, rows, scratch)
+        tensors = _newest(read, newest_first, codec, rows, scratch)
         found.tensors |= {name + suffix: tensor for name, tensor in tensors.items()}
     return found
 
@@ -136,7 +137,7 @@ def _kind(header: RowsHeader) -> str:
 
 
 def _newest(
-    root: Folder,
+    read: Read,
     chunks: list[tuple[StoredChunk, RowsHeader]],
     codec: Rowwise,
     rows: int,
@@ -151,7 +152,7 @@ def _newest(
     for chunk, header in chunks:
         if done.contains_range(header.rectangle.row_start, header.rectangle.row_stop):
             continue
-        stored = StoredRows(header, read_chunk(root, chunk))
+        stored = StoredRows(header, read(chunk))
         new = done.add(stored.ids)
         chosen = np.arange(header.count) if new is None else new
         if not len(chosen):

@@ -6,7 +6,7 @@ of ``lc`` as much as the table; two bytes more a row for each state stored by ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from torchrec_checknrun.codecs import Chained
@@ -14,9 +14,10 @@ from torchrec_checknrun.delta.digest import text_of
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chunk
+from torchrec_checknrun.format.reader import Columns, read_chunk
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, RowChunk, read_content
+from torchrec_checknrun.restore.read_ahead import Read
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
@@ -33,7 +34,7 @@ class TableLinks:
     """
 
     def __init__(self, root: Folder, table: str, rows: int) -> None:
-        self.read: Callable[[StoredChunk], memoryview]
+        self.read: Read
         self.read = partial(read_chunk, root)
         self._table, self._rows = table, rows
         self.by_columns: ByColumns = {}
@@ -64,14 +65,24 @@ class TableLinks:
             stored.add_to(self.by_columns[columns], slice(0, header.count))
 
 
-def build_table(root: Folder, content: ChainContent, table: str) -> ByColumns:
+def build_table(
+    root: Folder,
+    content: ChainContent,
+    table: str,
+    read: Read | None = None,
+) -> ByColumns:
     """Build what a table's rows restore to, by their range of columns.
+
+    Args:
+        read: reads a chunk's bytes, verified; None: from the root.
 
     Raises:
         CorruptCheckpoint: a chunk is damaged, or the rows are not those of the chain's head.
     """
     head = content.chain.head
     links = TableLinks(root, table, head.tables[table].rows)
+    if read is not None:
+        links.read = read
     for by_table in content.by_table:
         links.add(by_table.get(table, ()))
     if problem := _mismatch(head, table, links.digest):
@@ -103,8 +114,10 @@ def _chain_problems(root: Folder, chain: Chain) -> Iterator[tuple[str, str]]:
         content = read_content(root, chain)
     except (CheckNRunError, OSError):
         return  # reported with the checkpoint's own chunks
+    ahead = content.read_ahead(root)
     for table in chain.head.deltas:
         links = TableLinks(root, table, chain.head.tables[table].rows)
+        links.read = ahead.read
         for manifest, by_table in zip(chain.manifests, content.by_table, strict=True):
             try:
                 links.add(by_table.get(table, ()))

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.fit import Fit
+from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.store.folder import Folder
@@ -37,10 +38,13 @@ class ChunkCache:
 
     Args:
         most: bytes to keep; one chunk is kept in any case.
+        ahead: reads the chunks; None: each is read by itself.
     """
 
-    def __init__(self, root: Folder, most: int = CACHE_BYTES) -> None:
-        self._root = root
+    def __init__(
+        self, root: Folder, most: int = CACHE_BYTES, ahead: ReadAhead | None = None
+    ) -> None:
+        self._ahead = ReadAhead(root, ()) if ahead is None else ahead
         self._most = most
         self._held: OrderedDict[str, memoryview] = OrderedDict()
         self._bytes = 0
@@ -56,7 +60,7 @@ class ChunkCache:
             return self._held[chunk.key]
         while self._held and self._bytes + chunk.entry.length > self._most:
             self._bytes -= len(self._held.popitem(last=False)[1])
-        payload = read_chunk(self._root, chunk)
+        payload = self._ahead.read(chunk)
         self._held[chunk.key] = payload
         self._bytes += len(payload)
         return payload

@@ -37,6 +37,7 @@ from torchrec_checknrun.format.reader import (
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import table_problems
+from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.restore.rows import decode_all
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.root.checkpoints import check_sizes, committed, read_manifest
@@ -253,15 +254,19 @@ class _Verification:
             manifest.kind == "full" and not of_tables
         )  # only then is a bit for each row worth its memory
         sound = 0
-        # Sorted by table, so that bits of one table are held at a time.
-        by_table = sorted(chunks, key=_table_of)
+        ahead = ReadAhead(self._root, chunks)
+        # By table, in their order in the files, so that bits of one table are held at a time.
+        places: dict[str, int] = {}
+        for chunk in chunks:
+            places.setdefault(_table_of(chunk), len(places))
+        by_table = sorted(chunks, key=lambda chunk: places[_table_of(chunk)])
         for name, of_table in groupby(by_table, _table_of):
             part = list(of_table)
             table = manifest.tables[name].rows if full and name in manifest.tables else None
             held = _Held(part, table)
             for chunk in filter(_has_base, part):
                 try:
-                    ids = _decode(chunk, self._reader.read(chunk))
+                    ids = _decode(chunk, self._reader.read(chunk, ahead.at_hand))
                     if ids is not None:
                         held.add(chunk, ids)
                     sound += 1

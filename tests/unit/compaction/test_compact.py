@@ -35,9 +35,9 @@ from tests.unit.compaction.compacted import WHOLE, assert_restores_alike, compac
 from tests.unit.entries import decode_stored, fields
 from torchrec_checknrun import compact
 from torchrec_checknrun.codecs import KMeans
-from torchrec_checknrun.compaction import compact as compaction
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk
+from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.prune import prune
@@ -199,7 +199,7 @@ def test_memory_is_that_of_a_few_chunks(tmp_path: Path, monkeypatch: pytest.Monk
     write_chain(root, rows, chain)
     alive: set[int] = set()
     most = 0
-    read = compaction.read_chunk
+    read = ReadAhead.read
 
     class Payload(np.ndarray):
         def __del__(self) -> None:
@@ -212,7 +212,7 @@ def test_memory_is_that_of_a_few_chunks(tmp_path: Path, monkeypatch: pytest.Monk
         most = max(most, len(alive))
         return payload.data
 
-    monkeypatch.setattr(compaction, "read_chunk", counted)
+    monkeypatch.setattr(ReadAhead, "read", counted)
     compacted(root)
     assert 1 <= most <= 4
 
