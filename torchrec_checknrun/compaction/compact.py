@@ -206,7 +206,7 @@ class _Compaction:
         progress: Callable[[int, int], object] | None,
     ) -> None:
         self._root = root
-        self._read = content.read_ahead(root).read
+        self._read = content.reader(root)
         self._content = content
         self._links: dict[str, ByColumns] = {}
         self._chain = content.chain

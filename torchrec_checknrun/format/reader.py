@@ -30,6 +30,7 @@ from torchrec_checknrun.format.entries import (
 from torchrec_checknrun.format.manifest import DIFFERENCES_VERSION, Manifest, RankFile
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, Header, parse_index
+from torchrec_checknrun.store.coalescing import KEPT_BYTES, CoalescedReads, Place
 from torchrec_checknrun.store.folder import Folder
 
 VISIBLE_SECONDS = 10.0
@@ -49,6 +50,7 @@ class StoredChunk:
     Attributes:
         base: the parent's chunk that this one's payload is a difference to; None without one.
         key: the chunk's unique name in a chain, by number: empty chunks share their offset.
+        place: where the bytes lie.
     """
 
     checkpoint: str
@@ -58,9 +60,16 @@ class StoredChunk:
     header: Header | None = field(compare=False)
     base: StoredChunk | None = field(default=None, compare=False, repr=False)
     key: str = field(init=False, compare=False)
+    place: Place = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        place = Place(self.checkpoint, self.file, self.entry.offset, self.entry.length)
+        object.__setattr__(self, "place", place)
         object.__setattr__(self, "key", f"{self.checkpoint}/{self.file}#{self.number}")
+
+
+Read = Callable[[StoredChunk], memoryview]
+"""Returns a chunk's content, verified."""
 
 
 def read_indexes(
@@ -252,7 +261,7 @@ def read_chunk(
     memory: memoryview | None = None,
     visible_seconds: float = VISIBLE_SECONDS,
     known: Mapping[str, memoryview] | None = None,
-    at_hand: Callable[[StoredChunk], memoryview | None] = lambda chunk: None,
+    at_hand: Callable[[Place], memoryview | None] = lambda place: None,
 ) -> memoryview:
     """Read a chunk's content and verify its checksum; of a difference, also what it is one to.
 
@@ -261,15 +270,17 @@ def read_chunk(
         visible_seconds: how long to wait for a file that is missing, or too short.
         known: contents that were read before, by the chunks' keys: what a difference is one to is
             not read again.
-        at_hand: returns the bytes of a chunk as stored, verified; None: they are read.
+        at_hand: returns the bytes of a place that were read with others, or None.
 
     Raises:
         CorruptCheckpoint: the bytes are missing or not the ones written.
     """
 
     def payload(chunk: StoredChunk, memory: memoryview | None) -> memoryview:
-        held = at_hand(chunk)
-        return _read_payload(root, chunk, memory, visible_seconds) if held is None else held
+        held = at_hand(chunk.place)
+        if held is not None and xxhash.xxh3_64_hexdigest(held) == chunk.entry.checksum:
+            return held
+        return _read_payload(root, chunk, memory, visible_seconds)
 
     links, content = [chunk], None
     while (base := links[-1].base) is not None:
@@ -289,6 +300,23 @@ def read_chunk(
         except ValueError as error:
             raise CorruptCheckpoint(f"{link.key}: {error}") from error
     return content
+
+
+def coalesced_reads(
+    root: Folder, chunks: Iterable[StoredChunk], most: int = KEPT_BYTES
+) -> CoalescedReads:
+    """Return the reads of chunks, and of all that they are differences to, for ``read_chunk``.
+
+    Args:
+        most: bytes to keep.
+    """
+    found: dict[str, StoredChunk] = {}
+    for chunk in chunks:
+        link: StoredChunk | None = chunk
+        while link is not None and link.key not in found:
+            found[link.key] = link
+            link = link.base
+    return CoalescedReads(root, found.values(), most)
 
 
 def _read_payload(

@@ -18,11 +18,19 @@ from msgspec.structs import replace
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.manifest import Manifest, TableTotals
-from torchrec_checknrun.format.reader import Columns, StoredChunk, read_chain, read_indexes
+from torchrec_checknrun.format.reader import (
+    Columns,
+    Read,
+    StoredChunk,
+    coalesced_reads,
+    read_chain,
+    read_chunk,
+    read_indexes,
+)
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.in_order import Turn, run_in_order
-from torchrec_checknrun.restore.read_ahead import ReadAhead, Run, runs_of, span
 from torchrec_checknrun.root.chain import Chain
+from torchrec_checknrun.store.coalescing import RunBytes, coalesced
 from torchrec_checknrun.store.folder import Folder
 
 _MOST_THREADS = 8
@@ -51,9 +59,10 @@ class ChainContent:
     chain: Chain
     chunks: tuple[tuple[StoredChunk, ...], ...]
 
-    def read_ahead(self, root: Folder) -> ReadAhead:
-        """Return a reader of all chunks, for one thread."""
-        return ReadAhead(root, chained.from_iterable(self.chunks))
+    def reader(self, root: Folder) -> Read:
+        """Return a reader of all chunks, for one thread: it reads small ones together."""
+        reads = coalesced_reads(root, chained.from_iterable(self.chunks))
+        return partial(read_chunk, root, at_hand=reads.part)
 
     @cached_property
     def by_table(self) -> tuple[dict[str, list[RowChunk]], ...]:
@@ -205,17 +214,20 @@ def read_chunks(
         OSError: the storage failed.
     """
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    rows = {c: c.entry for c in chunks if isinstance(c.entry, RowsEntry)}
-    runs = list(runs_of(rows))
+    rows = {c.key: c.entry for c in chunks if isinstance(c.entry, RowsEntry)}
+    runs = coalesced([chunk for chunk in chunks if chunk.key in rows])
     # As many are touched as runs are loaded at once.
-    free = [np.empty(max(map(span, runs), default=0), np.uint8).data for _ in range(threads)]
+    longest = max((run.size for run in runs), default=0)
+    free = [np.empty(longest, dtype=np.uint8).data for _ in range(threads)]
 
     def load_run(number: int, turn: Callable[[int], Turn]) -> None:
-        memory = free.pop()
+        memory, run = free.pop(), runs[number]
+        read = partial(read_chunk, root, memory=memory)
+        if len(run.parts) > 1:
+            read = partial(read_chunk, root, at_hand=RunBytes(root, run, memory).part)
         try:
-            run = Run(root, runs[number], memory)
-            for part, chunk in enumerate(runs[number]):
-                load(ReadableChunk(chunk, partial(run.read, chunk), turn(part)))
+            for part, chunk in enumerate(run.parts):
+                load(ReadableChunk(chunk, partial(read, chunk), turn(part)))
         except StorageUnreachable:
             raise  # an abandoned read may still write to the memory
         except BaseException:
@@ -224,17 +236,21 @@ def read_chunks(
         free.append(memory)
 
     bytes_of = _decoded if decodes_whole else _memory
-    sizes = [max(span(run) - c.entry.length + bytes_of(rows[c]) for c in run) for run in runs]
-    most = max(
-        _CHUNKS_AT_ONCE * max(map(_decoded, rows.values()), default=0),
-        threads * max((size for size, run in zip(sizes, runs, strict=True) if run[1:]), default=0),
-    )
-    stages = [[(rows[chunk].table, chunk.checkpoint) for chunk in run] for run in runs]
+    sizes = [
+        run.size + max(bytes_of(rows[c.key]) - rows[c.key].length for c in run.parts)
+        for run in runs
+    ]
+    together = [size for size, run in zip(sizes, runs, strict=True) if len(run.parts) > 1]
+    largest = max(map(_decoded, rows.values()), default=0)
+    most = max(_CHUNKS_AT_ONCE * largest, threads * max(together, default=0))
+    stages = [[(rows[c.key].table, c.checkpoint) for c in run.parts] for run in runs]
     run_in_order(load_run, sizes, stages, most, threads)
-    others = [chunk for chunk in chunks if not isinstance(chunk.entry, RowsEntry)]
-    ahead = ReadAhead(root, others)
+    others = [chunk for chunk in chunks if chunk.key not in rows]
+    read = partial(read_chunk, root)
+    if len(others) > 1:
+        read = partial(read_chunk, root, at_hand=coalesced_reads(root, others).part)
     for chunk in others:
-        load(ReadableChunk(chunk, partial(ahead.read, chunk), nullcontext()))
+        load(ReadableChunk(chunk, partial(read, chunk), nullcontext()))
 
 
 def _memory(entry: RowsEntry) -> int:

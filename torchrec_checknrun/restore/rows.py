@@ -282,8 +282,9 @@ class RowRestore:
                 common = self._shards[i].rectangle.intersect(header.rectangle)
                 assert common is not None
                 gaps = header.rectangle.rows - header.count
-                least[i] += max(0, common.rows - gaps) * common.cols
-                most[i] += min(common.rows, header.count) * common.cols
+                rows, columns = common.rows, common.cols
+                least[i] += max(0, rows - gaps) * columns
+                most[i] += min(rows, header.count) * columns
         for shard, low, area, high in zip(self._shards, least, self._missing, most, strict=True):
             if not low <= area <= high:
                 raise CorruptCheckpoint(

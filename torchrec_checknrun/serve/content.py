@@ -12,15 +12,16 @@ from torchrec_checknrun.format.entries import StateEntry, difference_of
 from torchrec_checknrun.format.manifest import Link, Manifest
 from torchrec_checknrun.format.reader import (
     StoredChunk,
+    coalesced_reads,
     dense_chunks,
     read_indexes,
     with_bases,
 )
 from torchrec_checknrun.restore.chunks import RowChunk, rows_by_table, table_problems
-from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.serve.inference.collisions import joined
 from torchrec_checknrun.serve.plan import Plan
+from torchrec_checknrun.store.coalescing import CoalescedReads
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.dense import MODEL, DenseReader, read_dense
 from torchrec_checknrun.values.buffers import BUFFERS
@@ -95,7 +96,7 @@ class Content:
         self.plan = plan
         self.bytes_read = 0
         self.each: Callable[[], object] = lambda: None
-        self._ahead: ReadAhead | None = None
+        self._reads: CoalescedReads | None = None
 
     @property
     def _first(self) -> int:
@@ -122,11 +123,11 @@ class Content:
         self.each()
         dense = self._indexes.dense
         before = dense.bytes_read
-        if self._ahead is None:
+        if self._reads is None:
             places = range(self._first, len(self.plan.chain.manifests))
             chunks = (chunk for place in places for chunk in self.chunks_of(place))
-            self._ahead = ReadAhead(self.root, chunks)
-        content = dense.read(chunk, self._ahead.at_hand)
+            self._reads = coalesced_reads(self.root, chunks)
+        content = dense.read(chunk, self._reads.part)
         self.bytes_read += dense.bytes_read - before
         return content
 

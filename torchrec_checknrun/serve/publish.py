@@ -31,7 +31,7 @@ from torchrec_checknrun.format.entries import (
 from torchrec_checknrun.format.manifest import Header, Manifest
 from torchrec_checknrun.format.names import new_id
 from torchrec_checknrun.format.rank_file import sum_tables
-from torchrec_checknrun.format.reader import StoredChunk
+from torchrec_checknrun.format.reader import StoredChunk, coalesced_reads, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader, encode_rows
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
@@ -226,9 +226,10 @@ class _Copying:
         if self.bits is not None:
             self._quantization = Quantization(bits=self.bits, method="asymmetric")
         self._held, self._dense = self.lineage.previous, DenseReader(self.source)
-        self._ahead = self.content.read_ahead(self.source)
-        chunks = (chunk for of_one in self.content.chunks for chunk in of_one)
+        chunks = [chunk for of_one in self.content.chunks for chunk in of_one]
         self._whole = sum(chunk.entry.length for chunk in chunks)
+        self._reads = coalesced_reads(self.source, chunks)
+        self._read = partial(read_chunk, self.source, at_hand=self._reads.part)
 
     def copy(self, place: int) -> Manifest:
         """Publish one of the chain's checkpoints.
@@ -321,7 +322,7 @@ class _Copying:
                 yield self._rows(chunk, header)
             elif not isinstance(entry, RowsEntry) and _is_of_model(entry):
                 # Whole, even where it is a difference.
-                payload = self._dense.read(chunk, self._ahead.at_hand)
+                payload = self._dense.read(chunk, self._reads.part)
                 yield EncodedChunk(replace(unwritten(entry), difference=UNSET), [payload])
             self._gone += chunk.entry.length
             if self.progress is not None:
@@ -338,7 +339,7 @@ class _Copying:
             if table not in self._links:
                 rows = manifest.tables[table].rows
                 self._links[table] = TableLinks(self.source, table, rows)
-                self._links[table].read = self._ahead.read
+                self._links[table].read = self._read
             links = self._links[table]
             links.add(self.content.by_table[place].get(table, ()))
             if links.digest != said.after:
@@ -350,7 +351,7 @@ class _Copying:
     def _rows(self, chunk: StoredChunk, header: RowsHeader) -> EncodedChunk:
         """Encode a chunk's rows anew, without optimizer state."""
         place = header.rectangle
-        stored = StoredRows(header, self._ahead.read(chunk))
+        stored = StoredRows(header, self._read(chunk))
         columns = place.col_start, place.col_stop
         every = slice(0, header.count)
         if header.codec.chained:

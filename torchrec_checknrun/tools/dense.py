@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.reader import (
     VISIBLE_SECONDS,
     StoredChunk,
+    coalesced_reads,
     dense_key,
     read_chunk,
 )
-from torchrec_checknrun.restore.read_ahead import ReadAhead
+from torchrec_checknrun.store.coalescing import Place
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.values.keys import key_name
 
@@ -64,7 +66,7 @@ class DenseReader:
     def read(
         self,
         chunk: StoredChunk,
-        at_hand: Callable[[StoredChunk], memoryview | None] = lambda chunk: None,
+        at_hand: Callable[[Place], memoryview | None] = lambda place: None,
     ) -> memoryview:
         """Return a chunk's content, verified; see ``read_chunk``."""
         place = dense_key(chunk.entry)
@@ -108,7 +110,8 @@ def read_dense(
         CorruptCheckpoint: a chunk differs from what was written.
         IncompatibleCheckpoint: two values would have the same name.
     """
-    read = ReadAhead(root, chunks).read if read is None else read
+    if read is None:
+        read = partial(read_chunk, root, at_hand=coalesced_reads(root, chunks).part)
     found: dict[str, Any] = {}
     pieces: dict[str, torch.Tensor] = {}
     for problem in piece_problems(chunks):  # before memory of their size is taken

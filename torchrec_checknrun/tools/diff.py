@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,8 +19,8 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.format.chunk import dtype_name
+from torchrec_checknrun.format.reader import coalesced_reads, read_chunk
 from torchrec_checknrun.restore.chunks import read_content
-from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import Rows
 from torchrec_checknrun.store.folder import Folder
@@ -109,7 +110,8 @@ def compare(
     chains = [resolve(folder, id) for id in (before, after)]
     contents = [read_content(folder, each) for each in chains]
     chunks = chain.from_iterable(part for content in contents for part in content.chunks)
-    cache = ChunkCache(folder, cache_bytes, ReadAhead(folder, chunks))
+    read = partial(read_chunk, folder, at_hand=coalesced_reads(folder, chunks).part)
+    cache = ChunkCache(folder, cache_bytes, read)
     tables = [each.head.tables for each in chains]
     both = [name for name in tables[0] if name in tables[1]]
     readers = {

@@ -23,8 +23,8 @@ import torch
 
 from torchrec_checknrun.errors import CheckpointExists, IncompatibleCheckpoint
 from torchrec_checknrun.format.names import is_plain_name
+from torchrec_checknrun.format.reader import Read
 from torchrec_checknrun.restore.chunks import ChainContent, read_content
-from torchrec_checknrun.restore.read_ahead import Read, ReadAhead
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import storage_failed
@@ -100,11 +100,11 @@ def export_dcp(
     into = Folder.of(target)
     _make_empty(into)
     content = read_content(root, chain)
-    ahead = content.read_ahead(root)
-    tensors, values = _split(chain, read_dense(root, content.chunks[-1], ahead.read))
+    read = content.reader(root)
+    tensors, values = _split(chain, read_dense(root, content.chunks[-1], read))
     done = Exported(chain.head.id, values=sorted(values))
     with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
-        for table, reader in _readers(root, content, ahead, progress):
+        for table, reader in _readers(root, content, read, progress):
             place = _restored(reader, Path(folder), optimizer)
             done.tables[table] = "full"
             named = {f"{table}.weight": place["weight"]}
@@ -219,8 +219,8 @@ def export_safetensors(
         )
     _make_empty(into)
     content = read_content(root, chain)
-    ahead = content.read_ahead(root)
-    tensors, values = _split(chain, read_dense(root, content.chunks[-1], ahead.read))
+    read = content.reader(root)
+    tensors, values = _split(chain, read_dense(root, content.chunks[-1], read))
     _check_names(chain, bool(tensors))
     _check_types(chain, tensors)
     done = Exported(chain.head.id, values=sorted(values))
@@ -230,11 +230,11 @@ def export_safetensors(
         with _of_storage(into):
             save_in_place(Path(into.url), lambda place: save_file(tensors, place / name, about))
 
-    for table, reader in _readers(root, content, ahead, progress):
+    for table, reader in _readers(root, content, read, progress):
         with tempfile.TemporaryDirectory(dir=scratch, prefix="checknrun-") as folder:
             place, stored = _restored(reader, Path(folder), optimizer), "full"
             if rows == "fused":
-                stored = _fuse(place, ahead.read, content, table, Path(folder), layout)
+                stored = _fuse(place, read, content, table, Path(folder), layout)
             name = f"{table}.safetensors"
             save(place, name, {**about, "table": table, "rows": stored})
             done.files.append(name)
@@ -344,13 +344,13 @@ def _check_types(chain: Chain, tensors: Mapping[str, torch.Tensor]) -> None:
 def _readers(
     root: Folder,
     content: ChainContent,
-    ahead: ReadAhead,
+    read: Read,
     progress: Callable[[int, int], object] | None,
 ) -> Iterator[tuple[str, TableReader]]:
     tables = content.chain.head.tables
     total, done = sum(table.rows for table in tables.values()), 0
     for name, table in tables.items():
-        yield name, TableReader(content, name, ChunkCache(root, _CACHE_BYTES, ahead))
+        yield name, TableReader(content, name, ChunkCache(root, _CACHE_BYTES, read))
         done += table.rows
         if progress is not None:
             progress(done, total)

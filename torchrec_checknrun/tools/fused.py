@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Exact, Rowwise
-from torchrec_checknrun.format.reader import StoredChunk
+from torchrec_checknrun.format.reader import Read, StoredChunk
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, overlap
-from torchrec_checknrun.restore.read_ahead import Read
 from torchrec_checknrun.row_sets import DoneRows
 from torchrec_checknrun.tools.tables import scratch_tensor
 

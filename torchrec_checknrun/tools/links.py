@@ -14,10 +14,9 @@ from torchrec_checknrun.delta.digest import text_of
 from torchrec_checknrun.delta.references import References
 from torchrec_checknrun.errors import CheckNRunError, CorruptCheckpoint
 from torchrec_checknrun.format.manifest import Manifest
-from torchrec_checknrun.format.reader import Columns, read_chunk
+from torchrec_checknrun.format.reader import Columns, Read, read_chunk
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import ChainContent, RowChunk, read_content
-from torchrec_checknrun.restore.read_ahead import Read
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
@@ -114,10 +113,10 @@ def _chain_problems(root: Folder, chain: Chain) -> Iterator[tuple[str, str]]:
         content = read_content(root, chain)
     except (CheckNRunError, OSError):
         return  # reported with the checkpoint's own chunks
-    ahead = content.read_ahead(root)
+    read = content.reader(root)
     for table in chain.head.deltas:
         links = TableLinks(root, table, chain.head.tables[table].rows)
-        links.read = ahead.read
+        links.read = read
         for manifest, by_table in zip(chain.manifests, content.by_table, strict=True):
             try:
                 links.add(by_table.get(table, ()))

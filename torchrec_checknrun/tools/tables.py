@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 
 from torchrec_checknrun.errors import IncompatibleCheckpoint
-from torchrec_checknrun.format.reader import StoredChunk
+from torchrec_checknrun.format.reader import Read, StoredChunk, read_chunk
 from torchrec_checknrun.restore.chunks import ChainContent, ReadableChunk
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 from torchrec_checknrun.store.folder import Folder
@@ -38,13 +37,11 @@ class ChunkCache:
 
     Args:
         most: bytes to keep; one chunk is kept in any case.
-        ahead: reads the chunks; None: each is read by itself.
+        read: reads the chunks; None: each is read by itself.
     """
 
-    def __init__(
-        self, root: Folder, most: int = CACHE_BYTES, ahead: ReadAhead | None = None
-    ) -> None:
-        self._ahead = ReadAhead(root, ()) if ahead is None else ahead
+    def __init__(self, root: Folder, most: int = CACHE_BYTES, read: Read | None = None) -> None:
+        self._read = partial(read_chunk, root) if read is None else read
         self._most = most
         self._held: OrderedDict[str, memoryview] = OrderedDict()
         self._bytes = 0
@@ -60,7 +57,7 @@ class ChunkCache:
             return self._held[chunk.key]
         while self._held and self._bytes + chunk.entry.length > self._most:
             self._bytes -= len(self._held.popitem(last=False)[1])
-        payload = self._ahead.read(chunk)
+        payload = self._read(chunk)
         self._held[chunk.key] = payload
         self._bytes += len(payload)
         return payload

@@ -30,6 +30,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.rank_file import read_footer
 from torchrec_checknrun.format.reader import (
     StoredChunk,
+    coalesced_reads,
     dense_chunks,
     read_indexes,
     with_bases,
@@ -37,7 +38,6 @@ from torchrec_checknrun.format.reader import (
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.format.row_reader import StoredRows
 from torchrec_checknrun.restore.chunks import table_problems
-from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.restore.rows import decode_all
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.root.checkpoints import check_sizes, committed, read_manifest
@@ -254,7 +254,7 @@ class _Verification:
             manifest.kind == "full" and not of_tables
         )  # only then is a bit for each row worth its memory
         sound = 0
-        ahead = ReadAhead(self._root, chunks)
+        reads = coalesced_reads(self._root, chunks)
         # By table, in their order in the files, so that bits of one table are held at a time.
         places: dict[str, int] = {}
         for chunk in chunks:
@@ -266,7 +266,7 @@ class _Verification:
             held = _Held(part, table)
             for chunk in filter(_has_base, part):
                 try:
-                    ids = _decode(chunk, self._reader.read(chunk, ahead.at_hand))
+                    ids = _decode(chunk, self._reader.read(chunk, reads.part))
                     if ids is not None:
                         held.add(chunk, ids)
                     sound += 1

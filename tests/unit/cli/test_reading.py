@@ -35,15 +35,14 @@ from torchrec_checknrun.codecs import Rowwise
 from torchrec_checknrun.codecs.quantization import TableEncoding
 from torchrec_checknrun.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from torchrec_checknrun.format import reader as read_chunks
-from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, checkpoint_id
 from torchrec_checknrun.format.reader import StoredChunk
 from torchrec_checknrun.restore.fit import full_name
-from torchrec_checknrun.restore.read_ahead import ReadAhead
 from torchrec_checknrun.root.chain import resolve
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.tools import diff
 from torchrec_checknrun.tools.diff import compare
 from torchrec_checknrun.tools.tables import ChunkCache, TableReader
 
@@ -157,12 +156,11 @@ def test_windows_share_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     later = write(root, 100, [Part(WHOLE, list(range(0, 100, 5)), 10)], full)
     read: list[str] = []
 
-    def counting(_: ReadAhead, chunk: StoredChunk) -> memoryview:
-        if isinstance(chunk.entry, RowsEntry):
-            read.append(chunk.key)
+    def counting(root: Folder, chunk: StoredChunk, **_: object) -> memoryview:
+        read.append(chunk.key)
         return read_chunks.read_chunk(root, chunk)
 
-    monkeypatch.setattr(ReadAhead, "read", counting)
+    monkeypatch.setattr(diff, "read_chunk", counting)
     compare(root.url, full.id, later.id, window_bytes=10 * (DIM * 4 + 4 + DIM * 4))
     assert len(read) == len(set(read)) == 12
     read.clear()

@@ -37,7 +37,7 @@ from torchrec_checknrun import compact
 from torchrec_checknrun.codecs import KMeans
 from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.reader import read_chunk
-from torchrec_checknrun.restore.read_ahead import ReadAhead
+from torchrec_checknrun.restore import chunks as reading
 from torchrec_checknrun.root.chain import newest, resolve
 from torchrec_checknrun.root.checkpoints import committed, read_manifest
 from torchrec_checknrun.root.prune import prune
@@ -199,20 +199,20 @@ def test_memory_is_that_of_a_few_chunks(tmp_path: Path, monkeypatch: pytest.Monk
     write_chain(root, rows, chain)
     alive: set[int] = set()
     most = 0
-    read = ReadAhead.read
+    read = reading.read_chunk
 
     class Payload(np.ndarray):
         def __del__(self) -> None:
             alive.discard(id(self))
 
-    def counted(*arguments: Any) -> memoryview:
+    def counted(*arguments: Any, **options: Any) -> memoryview:
         nonlocal most
-        payload = np.frombuffer(read(*arguments), dtype=np.uint8).view(Payload)
+        payload = np.frombuffer(read(*arguments, **options), dtype=np.uint8).view(Payload)
         alive.add(id(payload))
         most = max(most, len(alive))
         return payload.data
 
-    monkeypatch.setattr(ReadAhead, "read", counted)
+    monkeypatch.setattr(reading, "read_chunk", counted)
     compacted(root)
     assert 1 <= most <= 4
 

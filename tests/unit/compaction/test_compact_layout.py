@@ -49,7 +49,7 @@ from torchrec_checknrun.errors import StorageFailed
 from torchrec_checknrun.format.reader import StoredChunk, read_chunk
 from torchrec_checknrun.format.row_chunk import RowsHeader, rows_header
 from torchrec_checknrun.format.row_reader import StoredRows
-from torchrec_checknrun.restore.read_ahead import ReadAhead
+from torchrec_checknrun.restore import chunks as reading
 from torchrec_checknrun.root.checkpoints import read_manifest
 from torchrec_checknrun.shards import Rectangle
 from torchrec_checknrun.store.folder import Folder
@@ -142,11 +142,11 @@ def test_each_chunk_is_read_once_and_superseded_ones_never(
         flip(root, chunk.checkpoint, chunk.file, chunk.entry.offset)
     read: Counter[str] = Counter()
 
-    def counted(_: ReadAhead, chunk: StoredChunk) -> memoryview:
+    def counted(root: Folder, chunk: StoredChunk, **_: object) -> memoryview:
         read[chunk.key] += 1
         return read_chunk(root, chunk)
 
-    monkeypatch.setattr(ReadAhead, "read", counted)
+    monkeypatch.setattr(reading, "read_chunk", counted)
     report = compacted(root)
     assert set(read.values()) == {1}
     assert not read.keys() & {chunk.key for chunk in superseded}

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,16 @@ from tests.unit.serve.served import Job, Net, differences, restored
 from torchrec_checknrun import Follower, compact
 from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.entries import RowsEntry
-from torchrec_checknrun.format.reader import StoredChunk, read_chunk
+from torchrec_checknrun.format.reader import Read, StoredChunk, coalesced_reads, read_chunk
 from torchrec_checknrun.marks.marks import Marks
-from torchrec_checknrun.restore import read_ahead
 from torchrec_checknrun.restore.chunks import ReadableChunk, read_chunks
 from torchrec_checknrun.restore.fit import Fit
-from torchrec_checknrun.restore.read_ahead import ReadAhead, runs_of, span
 from torchrec_checknrun.restore.rows import RowRestore
 from torchrec_checknrun.root.chain import newest_required
 from torchrec_checknrun.serve.publish import publish
 from torchrec_checknrun.shards import LocalShard, Rectangle
+from torchrec_checknrun.store import coalescing
+from torchrec_checknrun.store.coalescing import coalesced
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.diff import compare
 from torchrec_checknrun.tools.export import export_dcp
@@ -70,6 +71,10 @@ def row_chunks(root: Folder, head: str) -> list[StoredChunk]:
     return [c for part in parts for c in part if isinstance(c.entry, RowsEntry)]
 
 
+def reader(root: Folder, chunks: list[StoredChunk]) -> Read:
+    return partial(read_chunk, root, at_hand=coalesced_reads(root, chunks).part)
+
+
 def load(root: Folder, head: str, shards: list[LocalShard]) -> None:
     """Restore as a rank does."""
     content = content_of(root, head)
@@ -90,7 +95,7 @@ def load(root: Folder, head: str, shards: list[LocalShard]) -> None:
     st.data(),
     st.integers(1, 60),
     st.integers(1, 3),
-    st.sampled_from([1, 300, 2000, read_ahead.RUN_BYTES]),
+    st.sampled_from([1, 300, 2000, coalescing.RUN_BYTES]),
 )
 def test_random_chains_restore_alike(data: st.DataObject, rows: int, ranks: int, most: int) -> None:
     root, chain = new_root(), data.draw(random_parts(rows))
@@ -98,7 +103,7 @@ def test_random_chains_restore_alike(data: st.DataObject, rows: int, ranks: int,
     places = [Rectangle(0, rows, *part.columns) for part in chain[0]]
     found, wanted = make_shards(rows, places), make_shards(rows, places)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs_of, "__defaults__", (most,))
+        patch.setattr(coalesced, "__defaults__", (most,))
         patch.setattr(os, "sched_getaffinity", lambda _: range(3))
         load(root, head, found)
     apply_in_order(root, head, wanted)
@@ -113,15 +118,13 @@ def test_groups_lie_side_by_side(data: st.DataObject, ranks: int, most: int) -> 
     head = write_chain(root, 50, data.draw(random_parts(50)), ranks)
     wanted = row_chunks(root, head)
     chosen = [chunk for chunk in wanted if data.draw(st.booleans())]
-    runs = list(runs_of(chosen, most))
-    assert [chunk for run in runs for chunk in run] == chosen
+    runs = coalesced(chosen, most)
+    assert [chunk for run in runs for chunk in run.parts] == chosen
     for run in runs:
-        assert {(chunk.checkpoint, chunk.file) for chunk in run} == {
-            (run[0].checkpoint, run[0].file)
-        }
-        assert len(run) == 1 or span(run) <= most
+        assert len({(chunk.checkpoint, chunk.file) for chunk in run.parts}) == 1
+        assert len(run.parts) == 1 or run.size <= most
         ends = 0
-        for chunk in run:
+        for chunk in run.parts:
             assert chunk.entry.offset >= ends
             ends = chunk.entry.offset + chunk.entry.length
 
@@ -132,12 +135,12 @@ def test_any_order_gives_what_was_written(data: st.DataObject, ranks: int, most:
     root = new_root()
     head = write_chain(root, 50, data.draw(random_parts(50)), ranks)
     chunks = [chunk for part in content_of(root, head).chunks for chunk in part]
-    ahead = ReadAhead(root, chunks, most)
+    reads = coalesced_reads(root, chunks, most)
     for chunk in data.draw(st.permutations(chunks)):
-        assert ahead.read(chunk) == read_chunk(root, chunk)
-        held = sum(span(ahead._runs[key]) for key in ahead._held)
-        assert held <= most or len(ahead._held) == 1
-        assert ahead._left == most - held
+        assert read_chunk(root, chunk, at_hand=reads.part) == read_chunk(root, chunk)
+        held = sum(reads._runs[key].size for key in reads._held)
+        assert held <= most or len(reads._held) == 1
+        assert reads._left == most - held
 
 
 def many_chunks(root: Folder) -> str:
@@ -151,11 +154,11 @@ def test_requests_do_not_grow_with_chunks(name: str, requests: list[str]) -> Non
     head = many_chunks(root)
     chunks = row_chunks(root, head)
     assert len(chunks) == 200
-    ahead = ReadAhead(root, chunks)
+    read = reader(root, chunks)
     acts: dict[str, Callable[[], object]] = {
         "restore": lambda: load(root, head, make_shards(400, [Rectangle(0, 400, 0, DIM)])),
-        "ahead": lambda: list(map(ahead.read, chunks)),
-        "backwards": lambda: list(map(ahead.read, reversed(chunks))),
+        "ahead": lambda: list(map(read, chunks)),
+        "backwards": lambda: list(map(read, reversed(chunks))),
         "verify": lambda: verify(root.url),
         "compact": lambda: compact(root.url),
         "diff": lambda: compare(root.url, chunks[0].checkpoint, head),
@@ -206,8 +209,8 @@ def spoilt_answers(wrong: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("reader", ["restore", "ahead"])
-def test_an_answer_that_was_spoilt_on_its_way_is_asked_for_again(reader: str) -> None:
+@pytest.mark.parametrize("way", ["restore", "ahead"])
+def test_an_answer_that_was_spoilt_on_its_way_is_asked_for_again(way: str) -> None:
     root = new_root()
     head = many_chunks(root)
     chunks, lock, times = row_chunks(root, head), threading.Lock(), 0
@@ -224,21 +227,19 @@ def test_an_answer_that_was_spoilt_on_its_way_is_asked_for_again(reader: str) ->
     def keep(chunk: ReadableChunk) -> None:
         found[chunk.stored.key] = bytes(chunk.payload())
 
-    ahead = ReadAhead(root, chunks)
+    read = reader(root, chunks)
     with spoilt_answers(first):
-        if reader == "restore":
+        if way == "restore":
             read_chunks(root, chunks, keep)
         else:
-            found = {chunk.key: bytes(ahead.read(chunk)) for chunk in chunks}
+            found = {chunk.key: bytes(read(chunk)) for chunk in chunks}
     assert [found[chunk.key] for chunk in chunks] == wanted
     assert times >= 2
 
 
-@pytest.mark.parametrize("reader", ["restore", "ahead"])
+@pytest.mark.parametrize("way", ["restore", "ahead"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
-def test_damage_is_named_by_chunk(
-    reader: str, damage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_is_named_by_chunk(way: str, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = new_root()
     head = many_chunks(root)
     chunks = row_chunks(root, head)
@@ -253,13 +254,13 @@ def test_damage_is_named_by_chunk(
             folder.put(hit.file, data[: hit.entry.offset + 1])
     memory, _, *others = read_chunk.__defaults__ or ()
     monkeypatch.setattr(read_chunk, "__defaults__", (memory, 0.0, *others))
-    ahead = ReadAhead(root, chunks)
+    read = reader(root, chunks)
 
     def act() -> None:
-        if reader == "restore":
+        if way == "restore":
             read_chunks(root, chunks, lambda chunk: chunk.payload())
         for chunk in chunks:
-            ahead.read(chunk)
+            read(chunk)
 
     words = f"{hit.file} is missing" if damage == "missing" else f"at offset {hit.entry.offset}: "
     with pytest.raises(CorruptCheckpoint, match=words):
