@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 import xxhash
@@ -32,12 +33,15 @@ from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, Header, parse_index
 from torchrec_checknrun.store.coalescing import KEPT_BYTES, CoalescedReads, Place
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.threads import Threads
 
 VISIBLE_SECONDS = 10.0
 """Seconds that a file that rank 0 has seen may take to appear on this machine."""
 _READS = 2
 _LOOK_SECONDS = 0.25
 """The pause between two looks for such a file."""
+_INDEXES_AT_ONCE = 8
+_Index = list[tuple[Entry, Header | None]]
 
 Columns = tuple[int, int]
 """A half-open range of columns."""
@@ -85,24 +89,42 @@ def read_indexes(
         UnsupportedFormat: a chunk's kind or codec is unknown to this release.
     """
     folder = root / manifest.id
-    chunks: list[StoredChunk] = []
-    for file in manifest.files:
-        where = f"{folder}/{file.name}"
-        _check_layout(file, where)
-        data = bytearray(file.index_length)
-        wanted = file.index_offset, file.index_checksum
-        _, checksum = _checked(folder, memoryview(data), file.name, *wanted, visible_seconds)
-        if checksum != file.index_checksum:
-            raise _damage(
-                folder,
-                f"{where}: the index at {file.index_offset} has checksum {checksum}, the manifest "
-                f"says {file.index_checksum}",
-            )
-        chunks += [
-            StoredChunk(manifest.id, file.name, number, entry, header)
-            for number, (entry, header) in enumerate(parse_index(data, file, where))
+    indexes = _read_all(folder, manifest.files, visible_seconds)
+    return tuple(
+        StoredChunk(manifest.id, file.name, number, entry, header)
+        for file, index in zip(manifest.files, indexes, strict=True)
+        for number, (entry, header) in enumerate(index)
+    )
+
+
+def _read_all(folder: Folder, files: Sequence[RankFile], visible_seconds: float) -> list[_Index]:
+    """Read the indexes of rank files, several at once: each is a request of its own."""
+    if len(files) == 1:
+        return [_read_index(folder, files[0], visible_seconds)]
+    threads = Threads(min(_INDEXES_AT_ONCE, len(files)), "checknrun-index")
+    try:
+        reads = [
+            threads.submit(partial(_read_index, folder, file, visible_seconds)) for file in files
         ]
-    return tuple(chunks)
+        return [read.result() for read in reads]
+    finally:
+        threads.close(cancel=True)
+
+
+def _read_index(folder: Folder, file: RankFile, visible_seconds: float) -> _Index:
+    """Read the index of a rank file; see ``read_indexes``."""
+    where = f"{folder}/{file.name}"
+    _check_layout(file, where)
+    data = bytearray(file.index_length)
+    wanted = file.index_offset, file.index_checksum
+    _, checksum = _checked(folder, memoryview(data), file.name, *wanted, visible_seconds)
+    if checksum != file.index_checksum:
+        raise _damage(
+            folder,
+            f"{where}: the index at {file.index_offset} has checksum {checksum}, the manifest "
+            f"says {file.index_checksum}",
+        )
+    return parse_index(data, file, where)
 
 
 def _check_layout(file: RankFile, where: str) -> None:
