@@ -70,8 +70,8 @@ def compact(
     own chain, which still needs its own parents; a job that is restored from the new checkpoint
     builds on that.
 
-    Memory: a few chunks as they were written, of one table at a time a bit for each row, and 64 MiB
-    of rows that wait for their chunk; more of them wait in a temporary file of this machine, which
+    Memory: a few chunks as they were written, up to 64 MiB of small ones read together, of one
+    table at a time a bit for each row, and 64 MiB of rows that wait for their chunk; more of them wait in a temporary file of this machine, which
     takes at most what the chain's differential checkpoints do. Of a table stored as differences
     what its rows restore to as well, about a quarter of the table: its integers are added up, and
     no row is quantized again.

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torchrec.distributed.model_tracker import model_delta_tracker
 
-from recipes.benchmarks import codecs, link_restores, long_chains, planning
+from recipes.benchmarks import codecs, far_store, link_restores, long_chains, planning
 from recipes.benchmarks.codecs import Figure, Size, Target
 from recipes.benchmarks.memory import Case, measure, peak_of
 from recipes.benchmarks.paired import paired
@@ -388,4 +388,16 @@ def test_restores_of_links_are_measured(tmp_path: Path, capsys: pytest.CaptureFi
     results = json.loads(out.read_text())["results"]
     assert results["exact"]["against_exact"] == [1, 1, 1]
     assert results["exact"]["megabytes"] > results["delta, 3 bits on average"]["megabytes"] > 0
+    assert capsys.readouterr().out.count("\n| ") == len(results)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_requests_to_a_far_store_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    far_store.main(["--tables", "3", "--delay", "0", "--json", str(out)])
+    results = json.loads(out.read_text())["results"]
+    assert len(results) == 7
+    assert all(one["requests"] > 5 and one["seconds"] > 0 for one in results.values())
     assert capsys.readouterr().out.count("\n| ") == len(results)
