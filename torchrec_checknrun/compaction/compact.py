@@ -71,10 +71,10 @@ def compact(
     builds on that.
 
     Memory: a few chunks as they were written, up to 64 MiB of small ones read together, of one
-    table at a time a bit for each row, and 64 MiB of rows that wait for their chunk; more of them wait in a temporary file of this machine, which
-    takes at most what the chain's differential checkpoints do. Of a table stored as differences
-    what its rows restore to as well, about a quarter of the table: its integers are added up, and
-    no row is quantized again.
+    table at a time a bit for each row, and 64 MiB of rows that wait for their chunk; more of them
+    wait in a temporary file of this machine, which takes at most what the chain's differential
+    checkpoints do. Of a table stored as differences what its rows restore to as well, about a
+    quarter of the table: its integers are added up, and no row is quantized again.
 
     Args:
         root: the checkpoints' folder or fsspec URL.

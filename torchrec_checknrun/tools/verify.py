@@ -90,8 +90,8 @@ def verify(
     Pins are checked, too. Unreadable content is a problem in the result, and stops nothing else.
 
     Memory: one chunk at a time, or 64 MiB of small ones, up to 1 GiB of what lies beside tables,
-    and of one table at a time a bit for each row and range of columns; of a table stored as differences what its rows restore
-    to, about a quarter of the table.
+    and of one table at a time a bit for each row and range of columns; of a table stored as
+    differences what its rows restore to, about a quarter of the table.
 
     Args:
         root: the checkpoints' folder or fsspec URL.
