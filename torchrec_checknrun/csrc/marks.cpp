@@ -129,12 +129,54 @@ std::vector<int64_t> spans(const at::Tensor& packed, int64_t rows, int64_t size)
   return found;
 }
 
+// Marks rows as FBGEMM takes ids: -1 is no row, others that the table lacks are row 0.
+template <typename Id>
+void mark_ids(const Id* ids, int64_t count, uint8_t* live, int64_t rows, uint8_t bits) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t id = ids[i];
+    if (id >= 0 && id < rows) {
+      live[id] = bits;
+    } else if (id != -1) {
+      live[0] = bits;
+    }
+  }
+}
+
+// Marks the rows of a lookup: of feature f the ids from offsets[f] to offsets[f + 1], in the marks
+// live[places[f]], which have one byte more than the table has rows; see marks.lookups.
+void mark_lookup(const at::Tensor& ids, at::IntArrayRef offsets, at::IntArrayRef places,
+                 at::TensorList live, int64_t bits) {
+  const bool wide = ids.scalar_type() == at::kLong;
+  TORCH_CHECK_VALUE(ids.dim() == 1 && ids.is_contiguous() && ids.device().is_cpu() &&
+                        (wide || ids.scalar_type() == at::kInt),
+                    "ids must be a contiguous vector of int64 or int32 on the CPU");
+  TORCH_CHECK_VALUE(offsets.size() > places.size(), "a feature has no offset");
+  for (size_t feature = 0; feature < places.size(); ++feature) {
+    const int64_t start = offsets[feature], count = offsets[feature + 1] - start;
+    const int64_t place = places[feature];
+    TORCH_CHECK_INDEX(0 <= start && 0 <= count && start + count <= ids.numel(), "ids ", start,
+                      " to ", start + count, " of ", ids.numel());
+    TORCH_CHECK_INDEX(0 <= place && place < int64_t(live.size()), "marks ", place, " of ",
+                      live.size());
+    uint8_t* marks = bytes_of(live[place], "marks");
+    const int64_t rows = live[place].numel() - 1;
+    if (rows <= 0) continue;
+    if (wide) {
+      mark_ids(ids.const_data_ptr<int64_t>() + start, count, marks, rows, uint8_t(bits));
+    } else {
+      mark_ids(ids.const_data_ptr<int32_t>() + start, count, marks, rows, uint8_t(bits));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace checknrun
 
 TORCH_LIBRARY_FRAGMENT(checknrun, library) {
   library.def("pack_marks(Tensor marks, int bits, Tensor(a!) packed) -> ()",
               checknrun::pack_marks);
+  library.def("mark_lookup(Tensor ids, int[] offsets, int[] places, Tensor(a!)[] live, int bits) -> ()",
+              checknrun::mark_lookup);
   library.def("marked_positions(Tensor packed, int start, int stop) -> Tensor",
               checknrun::positions);
   library.def("add_rows(Tensor rows, Tensor(a!) packed) -> Tensor", checknrun::add_rows);

@@ -82,6 +82,11 @@ class Marks:
         return self._state.live[: self.rows]
 
     @property
+    def padded(self) -> torch.Tensor:
+        """Return the live marks with the byte behind them, ``(rows + 1,)``."""
+        return self._state.live
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
         """Return the frozen marks, older than the live ones."""
         return self._state.layers

@@ -27,6 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_checknrun.dense.gradients import has_gradient
 from torchrec_checknrun.dense.optimizers import touches_other_rows, wraps_another
+from torchrec_checknrun.marks.lookups import mark_lookup
 from torchrec_checknrun.marks.marks import Marks, PendingRows
 from torchrec_checknrun.model.hand_written import Lookup, WriteWatch, announced
 from torchrec_checknrun.model.kernels import Kernel
@@ -122,9 +123,8 @@ class KernelHook:
             copies.before_update(values, offsets, self.kernel.feature_to_shard)
         if journal is not None:
             journal.before_update(values, offsets, self.kernel.feature_to_shard)
-        for feature, shard in enumerate(self.kernel.feature_to_shard):
-            ids = values[offsets[feature] : offsets[feature + 1]]
-            self._marks[shard].mark(ids, keep=journal is None)
+        places = self.kernel.feature_to_shard
+        mark_lookup(self._marks, values, offsets, places, keep=journal is None)
 
     @contextmanager
     def _around_reset(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> Iterator[None]:
