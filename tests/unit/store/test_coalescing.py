@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ from torchrec_checknrun.root.chain import newest_required
 from torchrec_checknrun.serve.publish import publish
 from torchrec_checknrun.shards import LocalShard, Rectangle
 from torchrec_checknrun.store import coalescing
-from torchrec_checknrun.store.coalescing import coalesced
+from torchrec_checknrun.store.coalescing import Place, coalesced
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.diff import compare
 from torchrec_checknrun.tools.export import export_dcp
@@ -265,3 +266,22 @@ def test_damage_is_named_by_chunk(way: str, damage: str, monkeypatch: pytest.Mon
     words = f"{hit.file} is missing" if damage == "missing" else f"at offset {hit.entry.offset}: "
     with pytest.raises(CorruptCheckpoint, match=words):
         act()
+
+
+def test_parts_join_only_behind_one_another() -> None:
+    def part(offset: int, length: int, file: str = "a") -> Any:
+        return SimpleNamespace(place=Place("folder", file, offset, length))
+
+    def lengths(*parts: Any, most: int = 1 << 20) -> list[int]:
+        return [len(run.parts) for run in coalesced(parts, most)]
+
+    gap = 64 << 10
+    assert lengths(part(0, 5), part(5, 5), part(10, 0)) == [3]
+    assert lengths(part(0, 5), part(5 + gap, 5)) == [2]
+    assert lengths(part(0, 5), part(6 + gap, 5)) == [1, 1]
+    assert lengths(part(5, 5), part(0, 5)) == [1, 1]  # backwards
+    assert lengths(part(0, 5), part(3, 5)) == [1, 1]  # overlapping
+    assert lengths(part(0, 5), part(5, 5, "b")) == [1, 1]
+    assert lengths(part(0, 5), part(5, 5), part(10, 5), most=10) == [2, 1]
+    assert lengths(part(0, 50), part(50, 50), most=10) == [1, 1]
+    assert lengths() == []
