@@ -30,7 +30,7 @@ from torchrec_checknrun.format.reader import (
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.in_order import Turn, run_in_order
 from torchrec_checknrun.root.chain import Chain
-from torchrec_checknrun.store.coalescing import RunBytes, coalesced
+from torchrec_checknrun.store.coalescing import RUN_BYTES, RunBytes, coalesced
 from torchrec_checknrun.store.folder import Folder
 
 _MOST_THREADS = 8
@@ -215,7 +215,8 @@ def read_chunks(
     """
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
     rows = {c.key: c.entry for c in chunks if isinstance(c.entry, RowsEntry)}
-    runs = coalesced([chunk for chunk in chunks if chunk.key in rows])
+    each = sum(entry.length for entry in rows.values()) // threads  # so that all have work
+    runs = coalesced([c for c in chunks if c.key in rows], min(RUN_BYTES, each))
     # As many are touched as runs are loaded at once.
     longest = max((run.size for run in runs), default=0)
     free = [np.empty(longest, dtype=np.uint8).data for _ in range(threads)]

@@ -39,6 +39,7 @@ from torchrec_checknrun.errors import CorruptCheckpoint
 from torchrec_checknrun.format.entries import RowsEntry
 from torchrec_checknrun.format.reader import Read, StoredChunk, coalesced_reads, read_chunk
 from torchrec_checknrun.marks.marks import Marks
+from torchrec_checknrun.restore import chunks as chunks_of_chain
 from torchrec_checknrun.restore.chunks import ReadableChunk, read_chunks
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.rows import RowRestore
@@ -104,7 +105,7 @@ def test_random_chains_restore_alike(data: st.DataObject, rows: int, ranks: int,
     places = [Rectangle(0, rows, *part.columns) for part in chain[0]]
     found, wanted = make_shards(rows, places), make_shards(rows, places)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coalesced, "__defaults__", (most,))
+        patch.setattr(chunks_of_chain, "RUN_BYTES", most)
         patch.setattr(os, "sched_getaffinity", lambda _: range(3))
         load(root, head, found)
     apply_in_order(root, head, wanted)
@@ -167,6 +168,17 @@ def test_requests_do_not_grow_with_chunks(name: str, requests: list[str]) -> Non
     requests.clear()
     acts[name]()
     assert 2 <= len([path for path in requests if "/rank" in path]) <= 12
+
+
+def test_each_thread_of_a_restore_has_a_request(
+    requests: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = new_root()
+    head = write(root, 400, [Part(WHOLE, list(range(400)), 4)]).id
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    requests.clear()
+    load(root, head, make_shards(400, [Rectangle(0, 400, 0, DIM)]))
+    assert 6 <= len([path for path in requests if "/rank" in path]) <= 12
 
 
 @pytest.mark.usefixtures("one_rank")
