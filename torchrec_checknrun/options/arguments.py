@@ -37,40 +37,6 @@ _ROOT = (
     'root must be a folder or URL such as "/checkpoints/run-17" or "s3://bucket/run-17", not {!r}'
 )
 _ALIKE = {"delta": "has the same steps", "lc": "has the same bits"}
-_ONLY_HYDRA = {
-    "images": "survive=Images()",
-    "host_copies": "survive=HostCopies()",
-    "peers": "partial=PartialRecovery(max_pls=0.01, total_steps=100_000, peers=PeerCopies())",
-    "priority_every_steps": "partial=PartialRecovery(…, priority=PrioritySaves(100))",
-    **dict.fromkeys(("bits", "method", "mean_bits", "offset"), "quantization=Quantization(bits=8)"),
-    **dict.fromkeys(
-        ("step", "loss", "current_loss", "trained_steps", "batch_size", "tail", "reference_bytes"),
-        'quantization=Quantization(method="delta", step=…)',
-    ),
-    **dict.fromkeys(("compress", "exact_below_rows"), "quantization=Quantization(compress=True)"),
-    "publish_root": 'publish=Publish(root="s3://bucket/serve")',
-    **dict.fromkeys(
-        ("publish_every_seconds", "publish_bits", "publish_method", "publish_tables"),
-        'publish=Publish(root="s3://bucket/serve", every_seconds=30, bits=8)',
-    ),
-    "expected_restores": 'quantization=Quantization(bits="auto", expected_restores=3)',
-    "codec": "quantization=Quantization(codec=MyCodec())",
-    **dict.fromkeys(
-        ("compact_after_links", "compact_after_share"), "compact_after=CompactAfter(links=8)"
-    ),
-    "optimizer_state": 'quantization=Quantization(bits=8, optimizer="log8")',
-    "tables": 'quantization=Quantization(tables={"*user*": Quantization(bits=4)})',
-    "every_seconds": "triggers=[EverySeconds(600)]",
-    "at_end": "triggers=[AtEnd()]",
-    **dict.fromkeys(("on_sigterm", "grace_seconds"), "triggers=[OnSigterm(grace_seconds=25)]"),
-    **dict.fromkeys(("keep", "keep_every_hours"), "retention=Retention(keep=2, every_hours=6)"),
-    "asynchronous": 'background="thread", which is the default',
-    **dict.fromkeys(
-        ("max_pls", "total_steps"), "partial=PartialRecovery(max_pls=0.01, total_steps=100_000)"
-    ),
-}
-"""Keys of the Hydra group ``checkpoint`` that Checkpointer spells differently, and its spelling."""
-
 COPY = "copy"
 LostRule = str | Callable[[Any, int], Any]
 """The rule by which a lost rank gets a state of its own, see ``PerRank``."""
@@ -134,24 +100,6 @@ def require_partial(partial: object, with_images: bool) -> None:
         raise ValueError(
             "partial recovery lets ranks whose images survived keep their rows: it needs "
             "survive=Images()"
-        )
-
-
-def refuse_unknown(unknown: Mapping[str, object]) -> None:
-    """Refuse keyword arguments that Checkpointer doesn't have.
-
-    Raises:
-        TypeError: names the argument; for a key of the Hydra group, shows Checkpointer's spelling.
-    """
-    for name, value in unknown.items():
-        if name in _ONLY_HYDRA:
-            raise TypeError(
-                f"{name} is a key of the Hydra group `checkpoint`; Checkpointer has no such "
-                f"argument: give {_ONLY_HYDRA[name]}, not {name}={value!r}"
-            )
-        raise TypeError(
-            f"Checkpointer has no argument {name!r}: see help(Checkpointer) for its arguments, "
-            "such as every_steps=1000"
         )
 
 

@@ -19,6 +19,7 @@ from torchrec_checknrun.options import arguments
 from torchrec_checknrun.options.arguments import PerRank, Replicated
 from torchrec_checknrun.options.compact_after import CompactAfter
 from torchrec_checknrun.options.publish import Publish
+from torchrec_checknrun.options.unknown import refuse_unknown
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.report import CheckpointReport
 from torchrec_checknrun.root.retention import Retention
@@ -133,7 +134,7 @@ class Options:
             TypeError: an argument is unknown.
             ValueError: as the constructor.
         """
-        arguments.refuse_unknown(unknown)
+        refuse_unknown(unknown, given)
         return cls(**given)
 
     def storing(self, quantization: Quantization) -> Options:

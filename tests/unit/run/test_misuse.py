@@ -124,7 +124,12 @@ def test_a_mistake_is_named_with_an_example(
         ("every_seconds", 600, "triggers=[EverySeconds(600)]"),
         ("optimizer_state", "log8", 'optimizer="log8"'),
         ("tables", {}, "quantization=Quantization(tables="),
-        ("every_step", 3, "every_steps=1000"),
+        ("every_step", 3, "did you mean 'every_steps'?"),
+        ("quantisation", 4, "did you mean 'quantization'?"),
+        ("states", {}, "did you mean 'state'?"),
+        ("optimizer", torch.nn.Linear(1, 1), "state={'optimizer': optimizer}"),
+        ("scheduler", torch.nn.Linear(1, 1), "state={'scheduler': scheduler}"),
+        ("verbose", True, "see help(Checkpointer) for its arguments, such as every_steps=1000"),
     ],
 )
 def test_names_that_only_hydra_knows(
@@ -142,7 +147,7 @@ def test_every_key_of_the_hydra_group_is_known() -> None:
     from inspect import signature
 
     from torchrec_checknrun.hydra_config.config import CheckNRunConfig
-    from torchrec_checknrun.options.arguments import _ONLY_HYDRA
+    from torchrec_checknrun.options.unknown import _ONLY_HYDRA
 
     keys = {field.name for field in fields(CheckNRunConfig)} - {"_target_", "_convert_"}
     arguments = signature(Checkpointer).parameters.keys()
