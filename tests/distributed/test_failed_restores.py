@@ -296,10 +296,12 @@ def read_fails_on_one_rank(root: str, spec: dict[str, Any], plan: Plan, names: l
     """Answer rank 1 with errors for the newest checkpoint's chunks."""
     read_chunk = chunks.read_chunk
 
-    def failing(folder: filesystem.Folder, chunk: StoredChunk, *memory: Any) -> memoryview:
+    def failing(
+        folder: filesystem.Folder, chunk: StoredChunk, *memory: Any, **options: Any
+    ) -> memoryview:
         if dist.get_rank() == 1 and chunk.checkpoint == names[2]:
             raise OSError("connection reset")
-        return read_chunk(folder, chunk, *memory)
+        return read_chunk(folder, chunk, *memory, **options)
 
     job = build(spec, plan, seed=5)
     with checkpointer(root, job) as saver, pytest.MonkeyPatch.context() as patch:
@@ -321,12 +323,14 @@ def storage_is_lost_midway(root: str, spec: dict[str, Any], plan: Plan, newest: 
     """Answer with errors from the newest checkpoint's chunks on, also to who looks for another."""
     read_chunk, names, lost = chunks.read_chunk, filesystem.Folder.names, False
 
-    def failing(folder: filesystem.Folder, chunk: StoredChunk, *memory: Any) -> memoryview:
+    def failing(
+        folder: filesystem.Folder, chunk: StoredChunk, *memory: Any, **options: Any
+    ) -> memoryview:
         nonlocal lost
         lost = lost or chunk.checkpoint == newest
         if lost and dist.get_rank() == 1:
             raise OSError("connection reset")
-        return read_chunk(folder, chunk, *memory)
+        return read_chunk(folder, chunk, *memory, **options)
 
     def unlisted(folder: filesystem.Folder) -> list[str]:
         if lost:

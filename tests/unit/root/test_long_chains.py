@@ -26,6 +26,7 @@ from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest_required
 from torchrec_checknrun.root.retention import Retention, judge
 from torchrec_checknrun.serve.publish import publish
+from torchrec_checknrun.store.coalescing import CoalescedReads, Place
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.verify import verify
 
@@ -153,14 +154,21 @@ def test_each_difference_beside_the_tables_is_read_once(
     model = Folder(tmp_path / "run")
     chunks = list(chain.from_iterable(read_chain(model, newest_required(model).manifests)))
     assert sum(chunk.base is not None for chunk in chunks) > LENGTH / 4
-    reads, read = 0, reader._read_payload
+    reads, read, part = 0, reader._read_payload, CoalescedReads.part
 
     def counted(*arguments: Any) -> memoryview:
         nonlocal reads
         reads += 1
         return read(*arguments)
 
+    def counted_part(self: CoalescedReads, place: Place) -> memoryview | None:
+        nonlocal reads
+        found = part(self, place)
+        reads += found is not None
+        return found
+
     monkeypatch.setattr(reader, "_read_payload", counted)
+    monkeypatch.setattr(CoalescedReads, "part", counted_part)
     assert not any(one.problems for one in verify(tmp_path / "run"))
     assert reads == len(chunks)
     reads = 0

@@ -114,9 +114,9 @@ def test_a_restore_reads_a_chunk_once_if_it_fits(
     made = chain(tmp_path, job, 3)
     read: Counter[str] = Counter()
 
-    def counted(root: Folder, chunk: StoredChunk, *memory: Any) -> memoryview:
+    def counted(root: Folder, chunk: StoredChunk, **options: Any) -> memoryview:
         read[chunk.key] += 1
-        return read_chunk(root, chunk, *memory)
+        return read_chunk(root, chunk, **options)
 
     monkeypatch.setattr(chunks, "read_chunk", counted)
     if not fits:
