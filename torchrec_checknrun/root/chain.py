@@ -247,7 +247,12 @@ def _find_copy(root: Folder, names: Callable[[], list[str]], child: Manifest) ->
 
 
 def newest(
-    root: Folder, unusable: Container[str] = (), *, answers: bool = False, resumes: bool = False
+    root: Folder,
+    unusable: Container[str] = (),
+    *,
+    known: Iterable[Manifest] = (),
+    answers: bool = False,
+    resumes: bool = False,
 ) -> tuple[Chain | None, list[str]]:
     """Find the newest complete chain; also return why newer (or unreadable) checkpoints were
     passed over.
@@ -257,6 +262,7 @@ def newest(
 
     Args:
         unusable: ids to pass over silently; what builds on one of them is passed over as well.
+        known: checkpoints that the caller has read before, and may not find there any more.
         answers: raise storage errors instead of passing over what can't be read.
         resumes: a run goes on from there and abandons newer checkpoints: raise errors that don't
             speak of damage instead of passing over what may be sound.
@@ -272,7 +278,8 @@ def newest(
     """
     for _ in range(_LOOKS):
         names, claims = names_in(root), cache(partial(read_claims, root))
-        chain, problems, absent = _newest(root, names, claims, unusable, answers, resumes)
+        seen = {manifest.id: manifest for manifest in known}
+        chain, problems, absent = _newest(root, names, claims, unusable, seen, answers, resumes)
         if chain is not None and not problems and not absent:
             return chain, problems
         if newer_epochs(root, claims().highest):
@@ -310,6 +317,7 @@ def _newest(
     names: list[str],
     claims: Callable[[], Claims],
     unusable: Container[str],
+    known: dict[str, Manifest],
     answers: bool,
     resumes: bool,
 ) -> tuple[Chain | None, list[str], set[str]]:
@@ -328,7 +336,6 @@ def _newest(
         unread = isinstance(error, StorageFailed) and (answers or not tells_nothing(error))
         if unread or (resumes and _may_be_sound(error)):
             raise error
-    known: dict[str, Manifest] = {}
     for _, name in found.numbered:
         if name in unusable:
             continue

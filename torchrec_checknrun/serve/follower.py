@@ -255,8 +255,9 @@ class Follower:
             self._lag.looked(head)
             return
         unusable: dict[str, Exception] = {}
-        for _ in range(_PLANS):
-            chain, found = newest(self._root, unusable)
+        for attempt in range(_PLANS):
+            known = () if attempt else self._served  # after a failure all must be there
+            chain, found = newest(self._root, unusable, known=known)
             problems = listed([*found, *(f"{n}: {e}" for n, e in unusable.items())], "; ")
             if chain is None:
                 if problems:

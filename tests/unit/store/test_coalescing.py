@@ -206,6 +206,22 @@ def test_requests_do_not_grow_with_a_models_chunks(requests: list[str], tmp_path
     assert reads(lambda: export_dcp(root, chain, str(tmp_path / "exported"))) <= 15
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_requests_of_a_follower_do_not_grow_with_the_chain(requests: list[str]) -> None:
+    root = new_root()
+    job, follower, polls = Job(root.url), Follower(root.url, Net()), []
+    for seed in range(8):
+        job.train(seed)
+        job.saver.save()
+        requests.clear()
+        assert follower.poll() is not None
+        polls.append(len(requests))
+    job.saver.close()
+    assert len(newest_required(root).manifests) == 8
+    assert not differences(follower, restored(root.url).eval())
+    assert polls[1] == polls[-1], polls
+
+
 @contextmanager
 def spoilt_answers(wrong: Callable[[], bool]) -> Iterator[None]:
     """Spoil what the storage answers."""
