@@ -6,8 +6,8 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__SSE2__)
-#include <emmintrin.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
 #endif
 
 namespace checknrun {
@@ -40,8 +40,21 @@ class BlockCheck {
     return size;
   }
 
+  // Copies whole blocks, past the caches where they can be: nobody reads them soon. Adds them.
+  void copy(uint8_t* into, const uint8_t* from, int64_t size) {
+    passes().copy(into, from, size, lane_, key_);
+    size_ += uint64_t(size);
+  }
+
+  // Has what was copied in memory before anything that is stored later.
+  static void finish_copies() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+  }
+
   int64_t sum() const {
-    uint64_t sum = size_ ^ kMix;  // so that zeros alone are not their own check
+    uint64_t sum = size_ ^ kMix ^ key_[0];  // so that zeros alone are not their own check
     for (const uint64_t lane : lane_) {
       sum = (sum ^ lane) * kMix;
       sum ^= sum >> 32;
@@ -52,13 +65,67 @@ class BlockCheck {
  private:
   static constexpr int kLanes = 8;
 
-#if defined(__SSE2__)
   void blocks(const uint8_t* from, int64_t size) {
+    passes().add(nullptr, from, size, lane_, key_);
+  }
+
+  // Adds blocks to the lanes under their keys, which move on; copies them where ``into`` is not null.
+  using Pass = void (*)(uint8_t* into, const uint8_t* from, int64_t size, uint64_t* lanes,
+                        uint64_t* keys);
+
+  struct Passes {
+    Pass add, copy;
+  };
+
+  // Returns those with the widest vectors that run here; all add up the same.
+  static const Passes& passes() {
+#if defined(__x86_64__)
+    static const Passes found = __builtin_cpu_supports("avx512f")
+                                    ? Passes{avx512<false>, avx512<true>}
+                                    : Passes{sse2<false>, sse2<true>};
+#else
+    static const Passes found = {plain<false>, plain<true>};
+#endif
+    return found;
+  }
+
+#if defined(__x86_64__)
+  template <bool copies>
+  __attribute__((target("avx512f"))) static void avx512(uint8_t* into, const uint8_t* from,
+                                                        int64_t size, uint64_t* lanes,
+                                                        uint64_t* keys) {
+    __m512i lane = _mm512_loadu_si512(lanes), key = _mm512_loadu_si512(keys);
+    const __m512i next = _mm512_set1_epi64(int64_t(kMix));
+    const bool aligned = uintptr_t(into) % sizeof(__m512i) == 0;
+    for (const uint8_t* end = from + size; from < end; from += kBlock) {
+      const __m512i word = _mm512_loadu_si512(from);
+      const __m512i mixed = _mm512_xor_si512(word, key);
+      const __m512i product = _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32));
+      const __m512i swapped = _mm512_shuffle_epi32(word, _MM_PERM_CDAB);
+      lane = _mm512_add_epi64(lane, _mm512_add_epi64(swapped, product));
+      key = _mm512_add_epi64(key, next);
+      if constexpr (copies) {
+        if (aligned) {
+          _mm512_stream_si512(reinterpret_cast<__m512i*>(into), word);
+        } else {
+          _mm512_storeu_si512(into, word);
+        }
+        into += kBlock;
+      }
+    }
+    _mm512_storeu_si512(lanes, lane);
+    _mm512_storeu_si512(keys, key);
+  }
+
+  template <bool copies>
+  static void sse2(uint8_t* into, const uint8_t* from, int64_t size, uint64_t* lanes,
+                   uint64_t* keys) {
     constexpr int kVectors = kLanes / 2;
     __m128i lane[kVectors], key[kVectors];
-    std::memcpy(lane, lane_, sizeof lane);
-    std::memcpy(key, key_, sizeof key);
+    std::memcpy(lane, lanes, sizeof lane);
+    std::memcpy(key, keys, sizeof key);
     const __m128i next = _mm_set1_epi64x(int64_t(kMix));
+    const bool aligned = uintptr_t(into) % sizeof(__m128i) == 0;
     for (const uint8_t* end = from + size; from < end; from += kBlock) {
       for (int i = 0; i < kVectors; ++i) {
         const __m128i word = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i);
@@ -67,20 +134,32 @@ class BlockCheck {
         const __m128i swapped = _mm_shuffle_epi32(word, 0xB1);
         lane[i] = _mm_add_epi64(lane[i], _mm_add_epi64(swapped, product));
         key[i] = _mm_add_epi64(key[i], next);
+        if constexpr (copies) {
+          __m128i* const place = reinterpret_cast<__m128i*>(into) + i;
+          if (aligned) {
+            _mm_stream_si128(place, word);
+          } else {
+            _mm_storeu_si128(place, word);
+          }
+        }
       }
+      if constexpr (copies) into += kBlock;
     }
-    std::memcpy(lane_, lane, sizeof lane);
-    std::memcpy(key_, key, sizeof key);
+    std::memcpy(lanes, lane, sizeof lane);
+    std::memcpy(keys, key, sizeof key);
   }
 #else
-  void blocks(const uint8_t* from, int64_t size) {
+  template <bool copies>
+  static void plain(uint8_t* into, const uint8_t* from, int64_t size, uint64_t* lanes,
+                    uint64_t* keys) {
+    if constexpr (copies) std::memcpy(into, from, size_t(size));
     for (const uint8_t* end = from + size; from < end; from += kBlock) {
       for (int i = 0; i < kLanes; ++i) {
         uint64_t word;
         std::memcpy(&word, from + i * 8, sizeof word);
-        const uint64_t mixed = word ^ key_[i];
-        lane_[i] += (word << 32 | word >> 32) + (mixed & 0xFFFFFFFF) * (mixed >> 32);
-        key_[i] += kMix;
+        const uint64_t mixed = word ^ keys[i];
+        lanes[i] += (word << 32 | word >> 32) + (mixed & 0xFFFFFFFF) * (mixed >> 32);
+        keys[i] += kMix;
       }
     }
   }

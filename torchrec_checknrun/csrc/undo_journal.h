@@ -86,40 +86,47 @@ class UndoJournal {
   void begin() {
     for (std::vector<int64_t>& rows : wanted_) rows.clear();
     wanted_bytes_ = 0;
+    interval_ = kNoInterval;
+    noted_again_ = false;
     if (++generation_ != 0) return;
     for (std::vector<uint8_t>& seen : seen_) std::fill(seen.begin(), seen.end(), uint8_t(0));
     generation_ = 1;
   }
 
-  // Collects the rows with these ids that the step has not journaled yet, and notes the interval.
+  // Collects the rows with these ids that the step has not journaled yet. ``write`` notes the
+  // interval of these; after a cut within the step, rows that it journaled before have another one.
   //
   // -1 is no row; FBGEMM takes any other id out of range for row 0, and so does this.
   void collect(size_t shard, const int64_t* ids, int64_t n, uint8_t interval) {
     const JournaledShard& of = shards_.at(shard);
     if (of.rows == 0) return;
-    uint8_t* seen = seen_[shard].data();
-    std::vector<int64_t>& wanted = wanted_[shard];
-    const size_t before = wanted.size();
-    wanted.resize(before + size_t(n));
-    int64_t* next = wanted.data() + before;
-    for (int64_t i = 0; i < n; ++i) {
-      if (i + kAhead < n) {
-        const int64_t ahead = corrected(ids[i + kAhead], of.rows);
-        if (ahead >= 0) {
-          __builtin_prefetch(seen + ahead, 1);
-          if (of.intervals) __builtin_prefetch(of.intervals + ahead, 1);
-        }
+    noted_again_ = noted_again_ || (interval_ != kNoInterval && interval_ != interval);
+    interval_ = interval;
+    if (noted_again_ && of.intervals) {
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t row = corrected(ids[i], of.rows);
+        if (row >= 0) of.intervals[row] = interval;
       }
+    }
+    const uint8_t generation = generation_;  // a copy, which no store to ``seen`` could change
+    uint8_t* const seen = seen_[shard].data();
+    if (found_.size() < size_t(n)) found_.resize(size_t(n));
+    int64_t* next = found_.data();
+    for (int64_t i = 0; i < n; ++i) {
+      // Of any id: to prefetch is no access, and never a fault.
+      if (i + kAhead < n) prefetch(uintptr_t(seen) + uint64_t(ids[i + kAhead]));
       const int64_t row = corrected(ids[i], of.rows);
       if (row < 0) continue;
-      if (of.intervals) of.intervals[row] = interval;
       *next = row;  // without a branch, which nobody could predict
-      next += seen[row] != generation_;
-      seen[row] = generation_;
+      next += seen[row] != generation;
+      seen[row] = generation;
     }
-    wanted.resize(size_t(next - wanted.data()));
-    if (before == 0 && !wanted.empty()) wanted_bytes_ += kHeader;
-    wanted_bytes_ += int64_t(wanted.size() - before) * (int64_t(sizeof(int64_t)) + of.row_bytes());
+    const int64_t count = next - found_.data();
+    if (count == 0) return;
+    std::vector<int64_t>& wanted = wanted_[shard];
+    if (wanted.empty()) wanted_bytes_ += kHeader;
+    wanted.insert(wanted.end(), found_.data(), next);
+    wanted_bytes_ += count * (int64_t(sizeof(int64_t)) + of.row_bytes());
     // A segment is padded to eight bytes; where it is, is not known before all of it is collected.
   }
 
@@ -137,7 +144,7 @@ class UndoJournal {
       const int64_t shard = int64_t(s), count = int64_t(rows.size());
       uint8_t* const ids = at + kHeader;
       BlockCheck check = segment_check(shard, count);
-      uint8_t* const end = write_rows(shards_[s], rows, ids, check);
+      uint8_t* const end = write_rows(shards_[s], rows, ids, interval_, check);
       const int64_t header[3] = {shard, count, check.sum()};
       std::memcpy(at, header, sizeof header);
       at = end;
@@ -176,8 +183,13 @@ class UndoJournal {
   const std::vector<JournaledShard>& shards() const { return shards_; }
 
  private:
+  static constexpr uint8_t kNoInterval = 0;  // that of rows never changed
   static constexpr int64_t kHeader = 3 * int64_t(sizeof(int64_t));
-  static constexpr int64_t kAhead = 32, kLine = 64, kMostAhead = 1024, kChecked = 4096;
+  static constexpr int64_t kAhead = 24, kLine = 64, kMostAhead = 1024, kChecked = 4096;
+
+  static void prefetch(uintptr_t address) {
+    __builtin_prefetch(reinterpret_cast<const void*>(address), 1);
+  }
 
   static int64_t padding_of(int64_t size) { return -size & 7; }
 
@@ -186,9 +198,10 @@ class UndoJournal {
     return id == -1 ? -1 : 0;
   }
 
-  // Writes ids, rows and padding, and adds them to the check while they are in the cache; returns their end.
+  // Writes ids, rows and padding, and adds them to the check while they are in the cache; notes the
+  // rows' interval; returns the end.
   static uint8_t* write_rows(const JournaledShard& shard, const std::vector<int64_t>& rows,
-                             uint8_t* into, BlockCheck& check) {
+                             uint8_t* into, uint8_t interval, BlockCheck& check) {
     const uint8_t* checked = into;
     std::memcpy(into, rows.data(), rows.size() * sizeof(int64_t));
     into += rows.size() * sizeof(int64_t);
@@ -200,7 +213,9 @@ class UndoJournal {
             __builtin_prefetch(next + at);
           }
         }
+        if (shard.intervals) __builtin_prefetch(shard.intervals + rows[i + kAhead], 1);
       }
+      if (shard.intervals) shard.intervals[rows[i]] = interval;
       for (const JournaledPart& part : shard.parts) {
         const uint8_t* from = part.live + rows[i] * part.row_bytes;
         if (part.row_bytes == 4) {  // row-wise state: not worth a call
@@ -257,7 +272,10 @@ class UndoJournal {
   std::vector<std::vector<uint8_t>> seen_;     // by row: the last step that has journaled it
   std::vector<std::vector<int64_t>> wanted_;  // by shard: the rows collected
   int64_t wanted_bytes_ = 0;
+  std::vector<int64_t> found_;  // memory of ``collect``
   uint8_t generation_ = 0;
+  uint8_t interval_ = kNoInterval;  // of the rows that the step has collected last
+  bool noted_again_ = false;        // whether there was a cut between two changes of the step
 };
 
 }  // namespace checknrun

@@ -24,7 +24,7 @@ from torchrec_checknrun.errors import CorruptCheckpoint, ImagesRefused, SaveFail
 from torchrec_checknrun.format.chunk import BlockHeader, dtype_name
 from torchrec_checknrun.format.entries import Facts
 from torchrec_checknrun.format.state_tree import leaves
-from torchrec_checknrun.memory.generators import generators_state
+from torchrec_checknrun.memory.generators import Generators, generators_state
 from torchrec_checknrun.memory.model_content import (
     PARTS,
     STATES,
@@ -108,6 +108,7 @@ class Taker:
             name: OptimizerContent(name, states[name], partial(self._optimizer, name))
             for name in self._optimizers
         }
+        self._generators = Generators(lambda state: section({_GENERATORS: state}))
 
     def take(self) -> list[Piece]:
         """Return the state as pieces to be written, which share live memory where possible.
@@ -115,7 +116,7 @@ class Taker:
         Raises:
             UnsupportedState, SaveFailed: a state can't be stored.
         """
-        return [*self._beside_generators(), *section({_GENERATORS: generators_state()})]
+        return [*self._beside_generators(), *self._generators.now()]
 
     def ask(self) -> None:
         """Ask the state objects where nothing is kept of it: some talk to the other ranks then,
@@ -165,16 +166,16 @@ class Taker:
         """
         at = 0
         for piece in self._beside_generators():
-            held, now = (np.frombuffer(b, np.uint8) for b in (content[at : at + len(piece)], piece))
-            if not np.array_equal(held, now):
+            held = np.frombuffer(content[at : at + piece.nbytes], np.uint8)
+            if not np.array_equal(held, piece.numpy()):
                 return False
-            at += len(piece)
+            at += piece.nbytes
         return True
 
 
 def size_of(pieces: Sequence[Piece]) -> int:
     """Return the bytes of pieces."""
-    return sum(map(len, pieces))
+    return sum(map(torch.Tensor.numel, pieces))
 
 
 def require_few(pieces: Sequence[Piece], most: int, seconds: float) -> None:

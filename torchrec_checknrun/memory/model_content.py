@@ -14,7 +14,7 @@ import torch
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.dense_model import DenseModel, DensePart
 from torchrec_checknrun.model.state_dict import MODEL
-from torchrec_checknrun.shared_memory.header import Piece
+from torchrec_checknrun.shared_memory.header import Piece, as_piece
 from torchrec_checknrun.values.state import Tree, encode_state
 
 STATES, PARTS = "states", "parts"
@@ -24,18 +24,19 @@ _ALIGN = 64
 
 def section(content: object) -> list[Piece]:
     """Encode a value as a tree with its size, and the payload that the tree points into."""
-    return sealed(*encode_state(content, "image"))
+    tree, payload = encode_state(content, "image")
+    return sealed(tree, [*map(as_piece, payload)])
 
 
-def sealed(tree: Tree, pieces: Sequence[bytes | memoryview]) -> list[Piece]:
-    """Make a section of what ``encode_state`` returns."""
+def sealed(tree: Tree, payload: Sequence[Piece]) -> list[Piece]:
+    """Make a section of what ``encode_state`` returns, its payload as pieces."""
     data = msgspec.json.encode(tree)
     data += bytes(-len(data) % _ALIGN)
-    flat: list[Piece] = [p if isinstance(p, bytes) else p.cast("B") for p in pieces]
-    payload = sum(map(len, flat))
-    padding = -payload % _ALIGN
-    head = len(data).to_bytes(8, "little") + (payload + padding).to_bytes(8, "little")
-    return [head + bytes(_ALIGN - len(head)), data, *flat, bytes(padding)]
+    size = sum(map(torch.Tensor.numel, payload))
+    padding = -size % _ALIGN
+    head = len(data).to_bytes(8, "little") + (size + padding).to_bytes(8, "little")
+    head += bytes(_ALIGN - len(head))
+    return [as_piece(head + data), *payload, as_piece(bytes(padding))]
 
 
 def read_section(content: memoryview) -> tuple[Any, memoryview, memoryview]:

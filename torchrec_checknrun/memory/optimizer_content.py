@@ -13,7 +13,7 @@ from torchrec_checknrun.dense.param_groups import GROUPS
 from torchrec_checknrun.dense.steady import SteadyOptimizer
 from torchrec_checknrun.format.state_tree import leaves
 from torchrec_checknrun.memory.model_content import STATES, sealed
-from torchrec_checknrun.shared_memory.header import Piece
+from torchrec_checknrun.shared_memory.header import Piece, as_piece
 from torchrec_checknrun.values.state import Tree, encode_state, tree_items
 from torchrec_checknrun.values.tensor_bytes import RawViews, raw_bytes, shows_memory
 
@@ -52,7 +52,7 @@ class OptimizerContent:
         self._name, self._store = name, store
         self._steady = SteadyOptimizer(optimizer)
         self._tree: Tree = {}
-        self._payload: list[bytes | memoryview] = []
+        self._payload: list[Piece] = []
         self._pieces: list[Piece] = []
         self._shown = _Shown()
 
@@ -76,7 +76,8 @@ class OptimizerContent:
         content = self._store()
         self._shown = _Shown()
         encoded = encode_state({STATES: {self._name: content}}, "image", self._shown)
-        self._tree, self._payload = encoded
+        self._tree, payload = encoded
+        self._payload = [*map(as_piece, payload)]
         self._pieces = sealed(self._tree, self._payload)
         tensors = (tensor for _, tensor in leaves(content, (torch.Tensor,)))
         return self._steady.note(content[GROUPS], tensors)

@@ -15,17 +15,18 @@ from typing import Any
 
 import msgspec
 import torch
-import xxhash
 
 from torchrec_checknrun.shared_memory.file import PAGE, NoImage, up
 
-MAGIC = 0x34474D494B43
-"""The first six bytes: ``CKIMG4``."""
-_HEAD = 4
-"""Words before a record's content: number, bytes, checksum, and one that is free."""
-HEAD_BYTES = 8 * _HEAD
+MAGIC = 0x35474D494B43
+"""The first six bytes: ``CKIMG5``."""
+HEAD_BYTES = 64
+"""Before a record's content: words for its number, its bytes and its check, and free ones, so that
+the content begins where a line of the processor's cache does.
+"""
 
-Piece = bytes | memoryview
+Piece = torch.Tensor
+"""``(n,)`` uint8 in CPU memory."""
 
 
 class Word(IntEnum):
@@ -112,14 +113,15 @@ class Place:
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
         self._words = memory[:HEAD_BYTES].view(torch.int64)
-        self._head = self._words.numpy()  # the same: read and written at less cost
-        self._bytes = memory.numpy().data[HEAD_BYTES:]
+        self._head = self._words.numpy()  # the same: read at less cost
+        self._content = memory[HEAD_BYTES:]
 
     @property
     def capacity(self) -> int:
         """Return the most bytes that the content may have."""
-        return len(self._bytes)
+        return self._content.nbytes
 
     @property
     def number(self) -> int:
@@ -127,25 +129,22 @@ class Place:
         return int(self._head.item(0))
 
     def write(self, number: int, pieces: Sequence[Piece]) -> None:
-        """Replace the content by pieces, which must fit; then a reader finds this number."""
-        torch.ops.checknrun.publish(self._words, 0, -1)
-        at = 0
-        for piece in pieces:
-            size = len(piece)
-            self._bytes[at : at + size] = piece
-            at += size
-        digest = _digest(number, self._bytes[:at])
-        self._head[1] = at
-        self._head[2] = digest
-        torch.ops.checknrun.publish(self._words, 0, number)
+        """Replace the content by pieces; then a reader finds this number.
+
+        Raises:
+            ValueError: they don't fit; there is nothing to be read then.
+        """
+        torch.ops.checknrun.write_record(self._memory, HEAD_BYTES, pieces, number)
 
     def read(self) -> tuple[int, memoryview] | None:
         """Return number and content, in shared memory; None if there is nothing whole."""
-        number, size, checksum = self._head[:3].tolist()
+        number, size, check = self._head[:3].tolist()
         if number < 0 or not 0 <= size <= self.capacity:
             return None
-        content = self._bytes[:size].toreadonly()
-        return (number, content) if _digest(number, content) == checksum else None
+        content = self._content[:size]
+        if torch.ops.checknrun.record_check(content, number) != check:
+            return None
+        return number, content.numpy().data.toreadonly()
 
     @property
     def is_damaged(self) -> bool:
@@ -183,7 +182,7 @@ class Record:
         older = self._places[numbers.index(min(numbers))]
         if len(data) > older.capacity:
             raise NoImage(f"its description takes {len(data)} bytes, more than {older.capacity}")
-        older.write(max(*numbers, 0) + 1, [data])
+        older.write(max(*numbers, 0) + 1, [as_piece(data)])
 
     def read(self) -> Any:
         """Return the newest whole value.
@@ -208,7 +207,9 @@ FIRST_BYTES = PAGE + LAYOUT_BYTES + LINEAGE_BYTES
 """Bytes of words and records, before all areas."""
 
 
-def _digest(number: int, content: memoryview) -> int:
-    """Return a checksum of a record, as a signed word."""
-    value = xxhash.xxh3_64_intdigest(content, seed=number)
-    return value - (1 << 64) if value >> 63 else value
+def as_piece(data: bytes | memoryview) -> Piece:
+    """Return bytes as a piece: the memory of a view that can be written to, else a copy."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    fixed = isinstance(data, bytes) or data.readonly  # of which PyTorch warns
+    return torch.frombuffer(bytearray(data) if fixed else data, dtype=torch.uint8)

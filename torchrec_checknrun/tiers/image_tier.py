@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from torchrec_checknrun.memory.step_states import StepStates
 from torchrec_checknrun.shared_memory.file import NoImage
+from torchrec_checknrun.shared_memory.header import as_piece
 from torchrec_checknrun.tiers.tier import NotHeld, Piece, Version
 
 
@@ -24,7 +25,7 @@ class ImageTier:
 
     def put(self, version: Version, pieces: Iterable[Piece]) -> None:
         """Keep a step's state in place of the older of two; see ``Tier``."""
-        content = list(pieces)
+        content = [as_piece(bytes(piece)) for piece in pieces]
         newest = self.newest()
         if newest is None:
             self._states.clear(content)

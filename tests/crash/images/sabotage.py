@@ -55,7 +55,7 @@ def older_state(rank: int) -> None:
     before: list[Any] = []
 
     def take_older(taker: Taker) -> Any:
-        now = [bytes(piece) for piece in take(taker)]
+        now = [piece.clone() for piece in take(taker)]
         before.append(now)
         return before[-2] if len(before) > 1 else now
 

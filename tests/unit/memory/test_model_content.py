@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.memory.pieces import joined
 from torchrec_checknrun.memory.model_content import ModelContent
 from torchrec_checknrun.model.dense_model import DenseModel
 from torchrec_checknrun.model.module_tree import ModuleTree
@@ -82,10 +83,10 @@ def test_the_content_is_the_present_one(
     model = Model()
     content = ModelContent(DenseModel(model, tracked, ModuleTree(model)))
     before = content.pieces()
-    old = b"".join(before)
+    old = joined(before)
     assert content.pieces() is before  # nothing was replaced: the model is not asked again
     change(model)
-    now = b"".join(content.pieces())
+    now = joined(content.pieces())
     anew = DenseModel(model, tracked, ModuleTree(model))
-    assert now == b"".join(ModelContent(anew).pieces())
+    assert now == joined(ModelContent(anew).pieces())
     assert now != old

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.optim import Adam, Optimizer
 
+from tests.unit.memory.pieces import joined
 from tests.unit.optimizer_changes import (
     CHANGES,
     LAST,
@@ -26,7 +27,7 @@ NAME = "optimizer"
 
 def taken(taker: Taker) -> tuple[object, bytes]:
     """Return the optimizer's tree and payload, as an image would hold them."""
-    content = memoryview(b"".join(map(bytes, taker.take())))
+    content = memoryview(joined(taker.take()))
     tree, payload = HeldStates.read(content).trees[NAME]
     return tree, bytes(payload)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.distributed.models import Job
 from tests.distributed.states import gather
+from tests.unit.memory.pieces import joined
 from tests.unit.run.jobs import checkpointer, make_job, train
 from tests.unit.run.lives import Lives, by_images, differences, image_of, undisturbed
 from torchrec_checknrun import Checkpointer, HostCopies, Images, native
@@ -309,11 +310,11 @@ def test_taking_the_state_copies_nothing(lives: Lives) -> None:
     saver.restore()
     train(job, saver)
     taker = image_of(saver)._taker
-    before = b"".join(bytes(piece) for piece in taker.take())
+    before = joined(taker.take())
     pieces = taker.take()
     with torch.no_grad():
         job.model.module.hidden.bias.add_(1)
-    assert b"".join(bytes(piece) for piece in pieces) != before
+    assert joined(pieces) != before
 
 
 def test_a_failure_while_going_back_is_told(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:

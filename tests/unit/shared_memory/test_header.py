@@ -18,6 +18,7 @@ from torchrec_checknrun.shared_memory.header import (
     Record,
     Word,
     Words,
+    as_piece,
 )
 
 pytestmark = pytest.mark.skipif(not has_extension(), reason="the extension was not built")
@@ -116,7 +117,7 @@ def test_damage_never_brings_the_value_before_back(
 @given(st.binary(max_size=60), st.integers(0, 1 << 40), st.data())
 def test_every_changed_byte_is_found(content: bytes, number: int, data: st.DataObject) -> None:
     place = memory()
-    Place(place).write(number, [content[:7], content[7:]])
+    Place(place).write(number, [as_piece(content[:7]), as_piece(content[7:])])
     found = Place(place).read()
     assert found is not None
     assert (found[0], bytes(found[1])) == (number, content)
@@ -145,3 +146,58 @@ def test_a_value_that_is_too_large_is_refused_and_the_one_before_stays() -> None
     with pytest.raises(NoImage, match="more than"):
         record.write(Note("x" * 300))
     assert record.read().text == "short"
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 3, 8, 63, 64, 65, 4095, 4096, 4097, 9000]), max_size=6),
+    st.integers(0, 1 << 40),
+    st.data(),
+)
+def test_pieces_of_any_sizes_are_one_content(
+    sizes: list[int], number: int, data: st.DataObject
+) -> None:
+    """Read what was written in pieces, and find every flipped bit and every other number."""
+    chance = torch.Generator().manual_seed(sum(sizes))
+    pieces = [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=chance) for n in sizes]
+    place = memory(HEAD_BYTES + sum(sizes) + 3)
+    Place(place).write(number, pieces)
+    whole = torch.cat([torch.empty(0, dtype=torch.uint8), *pieces])
+    assert Place(place).read() == (number, whole.numpy().data)
+    one_piece = memory(HEAD_BYTES + sum(sizes) + 3)
+    Place(one_piece).write(number, [whole])
+    assert torch.equal(one_piece, place)
+    used = [*range(24), *range(HEAD_BYTES, HEAD_BYTES + sum(sizes))]
+    at, bit = data.draw(st.sampled_from(used)), data.draw(st.integers(0, 7))
+    place[at] ^= 1 << bit
+    assert Place(place).read() is None
+
+
+def plain_check(content: bytes, seed: int) -> int:
+    """Return the check that csrc/block_check.h describes, word by word."""
+    mix, whole = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    keys = [((seed ^ i) * mix + i) & whole for i in range(8)]
+    lanes = [0] * 8
+    padded = content + bytes(-len(content) % 64)
+    for at in range(0, len(padded), 8):
+        lane, word = at // 8 % 8, int.from_bytes(padded[at : at + 8], "little")
+        mixed = word ^ keys[lane]
+        swapped = (word << 32 | word >> 32) & whole
+        lanes[lane] = (lanes[lane] + swapped + (mixed & 0xFFFFFFFF) * (mixed >> 32)) & whole
+        keys[lane] = (keys[lane] + mix) & whole
+    found = len(content) ^ mix ^ keys[0]
+    for value in lanes:
+        found = (found ^ value) * mix & whole
+        found ^= found >> 32
+    return found - (1 << 64) if found >> 63 else found
+
+
+@given(st.binary(max_size=300), st.integers(0, 1 << 40))
+def test_the_check_is_the_same_in_vectors_of_any_width(content: bytes, seed: int) -> None:
+    assert torch.ops.checknrun.record_check(as_piece(content), seed) == plain_check(content, seed)
+
+
+def test_a_content_that_does_not_fit_is_refused() -> None:
+    place = memory(HEAD_BYTES + 10)
+    with pytest.raises(ValueError, match="11 bytes for a place of 10"):
+        Place(place).write(1, [torch.ones(4, dtype=torch.uint8), torch.ones(7, dtype=torch.uint8)])
+    assert Place(place).read() is None
