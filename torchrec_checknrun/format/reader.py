@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -41,7 +43,8 @@ _READS = 2
 _LOOK_SECONDS = 0.25
 """The pause between two looks for such a file."""
 _INDEXES_AT_ONCE = 8
-_Index = list[tuple[Entry, Header | None]]
+
+_Result = TypeVar("_Result")
 
 Columns = tuple[int, int]
 """A half-open range of columns."""
@@ -76,20 +79,36 @@ Read = Callable[[StoredChunk], memoryview]
 """Returns a chunk's content, verified."""
 
 
+IndexBytes = Mapping[tuple[str, str], bytearray]
+"""Indexes that were read before, by checkpoint and name of the rank file."""
+
+
 def read_indexes(
-    root: Folder, manifest: Manifest, visible_seconds: float = VISIBLE_SECONDS
+    root: Folder,
+    manifest: Manifest,
+    visible_seconds: float = VISIBLE_SECONDS,
+    at_hand: IndexBytes = MappingProxyType({}),
 ) -> tuple[StoredChunk, ...]:
     """Read the index of each rank file; return all chunks of a checkpoint.
 
     Args:
         visible_seconds: how long to wait for a file that is missing, or too short.
+        at_hand: indexes that need not be read, see ``read_index_bytes``.
 
     Raises:
         CorruptCheckpoint: a file is missing or too short, or its index is damaged.
         UnsupportedFormat: a chunk's kind or codec is unknown to this release.
     """
     folder = root / manifest.id
-    indexes = _read_all(folder, manifest.files, visible_seconds)
+
+    def index_of(file: RankFile) -> list[tuple[Entry, Header | None]]:
+        where = f"{folder}/{file.name}"
+        data = at_hand.get((manifest.id, file.name))
+        if data is None:
+            data = _index_bytes(folder, file, where, visible_seconds)
+        return parse_index(data, file, where)
+
+    indexes = _at_once([partial(index_of, file) for file in manifest.files])
     return tuple(
         StoredChunk(manifest.id, file.name, number, entry, header)
         for file, index in zip(manifest.files, indexes, strict=True)
@@ -97,23 +116,32 @@ def read_indexes(
     )
 
 
-def _read_all(folder: Folder, files: Sequence[RankFile], visible_seconds: float) -> list[_Index]:
-    """Read the indexes of rank files, several at once: each is a request of its own."""
-    if len(files) == 1:
-        return [_read_index(folder, files[0], visible_seconds)]
-    threads = Threads(min(_INDEXES_AT_ONCE, len(files)), "checknrun-index")
+def read_index_bytes(root: Folder, files: Sequence[tuple[str, RankFile]]) -> IndexBytes:
+    """Read the indexes of rank files of checkpoints, verified.
+
+    Raises:
+        CorruptCheckpoint: as ``read_indexes``.
+    """
+    reads = [
+        partial(_index_bytes, root / id, file, f"{root / id}/{file.name}", VISIBLE_SECONDS)
+        for id, file in files
+    ]
+    return dict(zip([(id, file.name) for id, file in files], _at_once(reads), strict=True))
+
+
+def _at_once(reads: Sequence[Callable[[], _Result]]) -> list[_Result]:
+    """Do several reads at once: each is a request of its own."""
+    if len(reads) < 2:
+        return [read() for read in reads]
+    threads = Threads(min(_INDEXES_AT_ONCE, len(reads)), "checknrun-index")
     try:
-        reads = [
-            threads.submit(partial(_read_index, folder, file, visible_seconds)) for file in files
-        ]
-        return [read.result() for read in reads]
+        return [each.result() for each in [*map(threads.submit, reads)]]
     finally:
         threads.close(cancel=True)
 
 
-def _read_index(folder: Folder, file: RankFile, visible_seconds: float) -> _Index:
-    """Read the index of a rank file; see ``read_indexes``."""
-    where = f"{folder}/{file.name}"
+def _index_bytes(folder: Folder, file: RankFile, where: str, visible_seconds: float) -> bytearray:
+    """Read the index of a rank file, verified; see ``read_indexes``."""
     _check_layout(file, where)
     data = bytearray(file.index_length)
     wanted = file.index_offset, file.index_checksum
@@ -124,7 +152,7 @@ def _read_index(folder: Folder, file: RankFile, visible_seconds: float) -> _Inde
             f"{where}: the index at {file.index_offset} has checksum {checksum}, the manifest "
             f"says {file.index_checksum}",
         )
-    return parse_index(data, file, where)
+    return data
 
 
 def _check_layout(file: RankFile, where: str) -> None:
@@ -250,13 +278,17 @@ def dense_chunks(chunks: Iterable[StoredChunk]) -> dict[object, StoredChunk]:
 
 
 def read_chain(
-    root: Folder, chain: Iterable[Manifest], whole: bool = False
+    root: Folder,
+    chain: Iterable[Manifest],
+    whole: bool = False,
+    at_hand: IndexBytes = MappingProxyType({}),
 ) -> list[tuple[StoredChunk, ...]]:
     """Read the indexes of a chain's checkpoints, oldest first, each chunk with its base.
 
     Args:
         whole: keep the trees of all states; otherwise of the last checkpoint's alone, which has all
             states. Those of thousands of parameters take many megabytes, times the chain's length.
+        at_hand: as of ``read_indexes``.
 
     Raises:
         CorruptCheckpoint: as ``read_indexes`` and ``with_bases``.
@@ -266,7 +298,8 @@ def read_chain(
         if found and not whole:
             found[-1] = tuple(map(_without_tree, found[-1]))
         parents = dense_chunks(found[-1]) if found else {}
-        found.append(with_bases(manifest, read_indexes(root, manifest), parents))
+        indexes = read_indexes(root, manifest, at_hand=at_hand)
+        found.append(with_bases(manifest, indexes, parents))
     return found
 
 

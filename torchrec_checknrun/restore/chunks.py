@@ -11,24 +11,28 @@ from functools import cached_property, partial
 from itertools import chain as chained
 from itertools import pairwise
 from reprlib import repr as shown
+from types import MappingProxyType
 
 import numpy as np
 from msgspec.structs import replace
 
 from torchrec_checknrun.errors import CorruptCheckpoint, StorageUnreachable
 from torchrec_checknrun.format.entries import RowsEntry
-from torchrec_checknrun.format.manifest import Manifest, TableTotals
+from torchrec_checknrun.format.manifest import Manifest, RankFile, TableTotals
 from torchrec_checknrun.format.reader import (
     Columns,
+    IndexBytes,
     Read,
     StoredChunk,
     coalesced_reads,
     read_chain,
     read_chunk,
+    read_index_bytes,
     read_indexes,
 )
 from torchrec_checknrun.format.row_chunk import RowsHeader
 from torchrec_checknrun.in_order import Turn, run_in_order
+from torchrec_checknrun.ranks import Ranks
 from torchrec_checknrun.root.chain import Chain
 from torchrec_checknrun.store.coalescing import RUN_BYTES, RunBytes, coalesced
 from torchrec_checknrun.store.folder import Folder
@@ -37,6 +41,10 @@ _MOST_THREADS = 8
 _CHUNKS_AT_ONCE = 3
 """Memory for all threads, in sizes of the largest chunk's decoded rows."""
 _IDS_BYTES = 24
+_SHARED_BYTES = 1 << 27
+"""Bytes of indexes that ranks read for each other; all are in memory at once."""
+_LARGER = 4
+"""Times the mean of a checkpoint's indexes: what is longer is not sent."""
 
 
 RowChunk = tuple[StoredChunk, RowsHeader]
@@ -103,8 +111,39 @@ def overlap(ranges: Iterable[Columns]) -> bool:
     return any(start < stop for (_, stop), (start, _) in pairwise(sorted(ranges)))
 
 
-def read_content(root: Folder, chain: Chain, whole: bool = False) -> ChainContent:
-    """Read the chunk indexes of a chain; ``whole`` as of ``read_chain``.
+def share_indexes(root: Folder, chain: Chain, ranks: Ranks) -> IndexBytes:
+    """Read the indexes of a chain's files, each on one rank, and give them to all. A collective.
+
+    Every rank needs all of them, which from a thousand ranks would be millions of requests. Not
+    among them are those much larger than the others, as of the rank that stores the dense part:
+    ranks send as much as the one that has most.
+
+    Raises:
+        CorruptCheckpoint: an index is missing, or differs from the manifest; on all ranks.
+    """
+    if ranks.world_size == 1:
+        return {}
+    own: list[tuple[str, RankFile]] = []
+    left = _SHARED_BYTES
+    for manifest in chain.manifests:
+        files = manifest.files
+        most = _LARGER * sum(file.index_length for file in files) / max(1, len(files))
+        for number, file in enumerate(files):
+            left -= file.index_length
+            # On the ranks that wrote them, if these have the same numbers: copies are there.
+            if number % ranks.world_size == ranks.rank and file.index_length <= most and left >= 0:
+                own.append((manifest.id, file))
+    of_ranks = ranks.on_all_ranks(lambda: read_index_bytes(root, own))
+    return {key: data for of_rank in of_ranks for key, data in of_rank.items()}
+
+
+def read_content(
+    root: Folder,
+    chain: Chain,
+    whole: bool = False,
+    at_hand: IndexBytes = MappingProxyType({}),
+) -> ChainContent:
+    """Read the chunk indexes of a chain; ``whole`` and ``at_hand`` as of ``read_chain``.
 
     Checks that the tables have the sizes given in the manifests, so that memory of these sizes may
     be taken.
@@ -113,7 +152,7 @@ def read_content(root: Folder, chain: Chain, whole: bool = False) -> ChainConten
         CorruptCheckpoint: an index is missing, or differs from the manifest; or the full checkpoint
             isn't full.
     """
-    content = ChainContent(chain, tuple(read_chain(root, chain.manifests, whole)))
+    content = ChainContent(chain, tuple(read_chain(root, chain.manifests, whole, at_hand)))
     for manifest, chunks in zip(chain.manifests, content.chunks, strict=True):
         for problem in table_problems(manifest, chunks):
             raise CorruptCheckpoint(problem)

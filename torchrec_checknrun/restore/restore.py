@@ -32,7 +32,7 @@ from torchrec_checknrun.model.progress import OptimizerClock
 from torchrec_checknrun.model.state_dict import MODEL
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.ranks import Ranks, listed
-from torchrec_checknrun.restore.chunks import ChainContent, read_content
+from torchrec_checknrun.restore.chunks import ChainContent, read_content, share_indexes
 from torchrec_checknrun.restore.fit import Fit
 from torchrec_checknrun.restore.model_loading import (
     copied,
@@ -302,7 +302,8 @@ class _Attempts:
         live: dict[str, Any] = {}
         read: list[ChainContent] = []
         # Before states are asked for, which may be a collective: every rank gets there, or none.
-        ranks.reduce(lambda: read.append(read_content(self._root, chain)), len)
+        shared = share_indexes(self._root, chain, ranks)
+        ranks.reduce(lambda: read.append(read_content(self._root, chain, at_hand=shared)), len)
 
         def read_live() -> None:
             target.tracked.flush()
@@ -315,10 +316,8 @@ class _Attempts:
         unasked = head.states.keys() - live.keys() - {BUFFERS}
         for name in unasked if target.model is not None else ():
             logger.warning(
-                "%s holds state %r, which is not restored, since the Checkpointer has no such "
-                "state",
-                head.id,
-                name,
+                "%s holds state %r, which is not restored: the Checkpointer has no such state",
+                *(head.id, name),
             )
         live = dict(sorted(live.items()))  # the same order on all ranks
         # Nothing is decided: only errors matter.

@@ -46,10 +46,10 @@ def once_chosen(act: Callable[[], object]) -> Iterator[None]:
     """Act once a restore has chosen a chain, before it reads that."""
     real, to_do = restore.read_content, [act]
 
-    def read(*args: Any) -> object:
+    def read(*args: Any, **options: Any) -> object:
         if to_do:
             to_do.pop()()
-        return real(*args)
+        return real(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restore, "read_content", read)
