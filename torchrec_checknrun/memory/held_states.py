@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -85,10 +85,9 @@ def _header(sharded: dict[str, Any]) -> BlockHeader:
 
 def replicas(tracked: TrackedModel) -> list[LocalShard]:
     """Return the data-parallel tables, which dense optimizers step, with their present state."""
-    shards = [shard for shard in tracked.shards if shard.local.replicated]
-    for watch in dict.fromkeys(shard.writes for shard in shards):
+    for watch in dict.fromkeys(shard.writes for shard in tracked.replicas):
         watch.flush()  # an optimizer makes its state at its first step, or replaces it when loaded
-    return [shard.local for shard in shards]
+    return [shard.local for shard in tracked.replicas]
 
 
 class Taker:
@@ -216,15 +215,10 @@ def _of_collisions(state: CollisionState | None) -> dict[str, object]:
 
 def _packed(progress: Mapping[str, OptimizerClock]) -> list[dict[str, Any]]:
     """Pack clocks, each once: the tables of a kernel share one."""
-    by_clock: dict[int, dict[str, Any]] = {}
+    by_clock: dict[int, tuple[OptimizerClock, list[str]]] = {}
     for table, clock in progress.items():
-        fields = {
-            "step": clock.step,
-            "learning_rate": clock.learning_rate,
-            "options": clock.options,
-        }
-        by_clock.setdefault(id(clock), {"clock": fields, "tables": []})["tables"].append(table)
-    return list(by_clock.values())
+        by_clock.setdefault(id(clock), (clock, []))[1].append(table)
+    return [{"clock": asdict(clock), "tables": tables} for clock, tables in by_clock.values()]
 
 
 @dataclass(frozen=True)

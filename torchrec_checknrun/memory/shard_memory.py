@@ -39,7 +39,7 @@ class ShardMemory:
     """
 
     def __init__(self, tracked: TrackedModel) -> None:
-        self._tracked = tracked
+        self._tracked, self._known = tracked, tracked.shards
         self.shards = [shard for shard in tracked.shards if not shard.local.replicated]
         _require_supported(tracked, self.shards)
         self.watches: list[WriteWatch] = list(dict.fromkeys(shard.writes for shard in self.shards))
@@ -121,8 +121,12 @@ class ShardMemory:
     @property
     def is_in_place(self) -> bool:
         """Return whether the model's shards still lie where they were moved to."""
-        now = [shard for shard in self._tracked.shards if not shard.local.replicated]
-        return now == self.shards and self._moved == self._places()
+        if self._tracked.shards is not self._known:  # looked for again
+            now = [shard for shard in self._tracked.shards if not shard.local.replicated]
+            if now != self.shards:
+                return False
+            self._known = self._tracked.shards
+        return self._moved == self._places()
 
     def _places(self) -> list[int]:
         return [place for watch in self.watches for place in watch.kernel.memory().places]

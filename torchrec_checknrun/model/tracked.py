@@ -101,7 +101,8 @@ class TrackedModel(TrackedTables):
 
     Attributes:
         tables: every sharded table's whole shape, the same on all ranks.
-        shards: this rank's parts of the tables.
+        shards: this rank's parts of the tables; another list when they were looked for again.
+        replicas: those of data-parallel tables, which all ranks have.
         collisions: the model's managed-collision modules.
         dense: the model's state beside the tables.
         converted: whether a reshard on any rank has cut rows into other columns, or an optimizer on
@@ -170,7 +171,7 @@ class TrackedModel(TrackedTables):
         Args:
             group: of all ranks, for tensors of the CPU; None is the default group.
         """
-        replicas = [shard.marks for shard in self.shards if shard.local.replicated]
+        replicas = [shard.marks for shard in self.replicas]
         if not replicas or not dist.is_initialized():
             return
         united = torch.cat([marks.everything().cpu() for marks in replicas])
@@ -325,6 +326,7 @@ class TrackedModel(TrackedTables):
             self._hooks[hook] = shards
             new += shards
         self.shards = [shard for shards in self._hooks.values() for shard in shards]
+        self.replicas = [shard for shard in self.shards if shard.local.replicated]
         for hook in left.values():
             hook.remove()
         self._converted |= self._collections.changed(collections)
