@@ -37,7 +37,7 @@ from torchrec_checknrun.memory.optimizer_content import OptimizerContent
 from torchrec_checknrun.model.blocks import Block
 from torchrec_checknrun.model.collisions import CollisionState
 from torchrec_checknrun.model.dense_states import DenseStates
-from torchrec_checknrun.model.progress import OptimizerClock
+from torchrec_checknrun.model.progress import Clocks, OptimizerClock, by_table
 from torchrec_checknrun.model.state_dict import StoredTables, drop_tables, find_blocks
 from torchrec_checknrun.model.tracked import TrackedModel
 from torchrec_checknrun.shards import LocalShard
@@ -138,7 +138,7 @@ class Taker:
             for table in replicas(self._tracked)
         }
         collisions = self._tracked.collisions.state()
-        of_run = _of_run(tables, self._tracked.progress(), collisions)
+        of_run = _of_run(tables, self._tracked.clocks(), collisions)
         return [*pieces, *section({**self._asked(asked), **of_run})]
 
     def _asked(self, names: Collection[str]) -> dict[str, Any]:
@@ -198,12 +198,13 @@ def require_few(pieces: Sequence[Piece], most: int, seconds: float) -> None:
 
 def _of_run(
     tables: dict[str, dict[str, torch.Tensor]],
-    progress: Mapping[str, OptimizerClock],
+    clocks: Clocks,
     collisions: CollisionState | None,
 ) -> dict[str, object]:
     """Return what is held beside states, see ``HeldStates``."""
-    clocks = msgspec.msgpack.encode(_packed(progress))
-    return {_TABLES: tables, _PROGRESS: clocks, **_of_collisions(collisions)}
+    packed = [{"tables": names, "clock": asdict(clock)} for names, clock in clocks]
+    progress = msgspec.msgpack.encode(packed)
+    return {_TABLES: tables, _PROGRESS: progress, **_of_collisions(collisions)}
 
 
 def _of_collisions(state: CollisionState | None) -> dict[str, object]:
@@ -211,14 +212,6 @@ def _of_collisions(state: CollisionState | None) -> dict[str, object]:
     if state is None:
         return {}
     return {_FACTS: msgspec.msgpack.encode(state.facts), _COLLISIONS: state.tensors}
-
-
-def _packed(progress: Mapping[str, OptimizerClock]) -> list[dict[str, Any]]:
-    """Pack clocks, each once: the tables of a kernel share one."""
-    by_clock: dict[int, tuple[OptimizerClock, list[str]]] = {}
-    for table, clock in progress.items():
-        by_clock.setdefault(id(clock), (clock, []))[1].append(table)
-    return [{"clock": asdict(clock), "tables": tables} for clock, tables in by_clock.values()]
 
 
 @dataclass(frozen=True)
@@ -267,10 +260,9 @@ class HeldStates:
                 found |= own
             packed = msgspec.msgpack.decode(found[_PROGRESS])
             clocks = [(each["tables"], OptimizerClock(**each["clock"])) for each in packed]
-            progress = {table: clock for tables, clock in clocks for table in tables}
             facts = msgspec.msgpack.decode(found.get(_FACTS, _NONE), type=dict[str, Facts])
             collisions = CollisionState(facts, found.get(_COLLISIONS, {}))
-            of_run = progress, found[_GENERATORS], collisions
+            of_run = by_table(clocks), found[_GENERATORS], collisions
             return cls(trees, found[_TABLES], parts, sharded, *of_run)
         except (
             *(CorruptCheckpoint, msgspec.MsgspecError),
@@ -283,6 +275,7 @@ class HeldStates:
         object may be asked, since the other ranks' are not. There are no ``parts``.
         """
         states = {name: decode_state(*tree) for name, tree in self.trees.items()}
-        of_run = _of_run(self.tables, self.progress, self.collisions)
+        clocks = [([table], clock) for table, clock in self.progress.items()]
+        of_run = _of_run(self.tables, clocks, self.collisions)
         generators = {_GENERATORS: generators_state()}
         return [*section({STATES: states, **of_run}), *section(generators)]

@@ -77,20 +77,29 @@ class OptimizerClock:
     options: Options = field(default_factory=dict)
 
 
-def table_progress(kernels: Iterable[Kernel]) -> dict[str, OptimizerClock]:
-    """Return the clock of each table with a shard on this rank and a known optimizer."""
-    found: dict[str, OptimizerClock] = {}
+Clocks = list[tuple[list[str], OptimizerClock]]
+"""Clocks, each with its tables: those of a kernel share one."""
+
+
+def table_clocks(kernels: Iterable[Kernel]) -> Clocks:
+    """Return the clocks of the tables with a shard on this rank and a known optimizer."""
+    found: Clocks = []
     for kernel in kernels:
         if kernel.data_parallel:
             for shard, state, group in _dense_groups(kernel):
                 counter = None if state.get("step") is None else int(state["step"])
-                found[shard.table] = OptimizerClock(counter, float(group["lr"]))
+                found.append(([shard.table], OptimizerClock(counter, float(group["lr"]))))
         elif (tbe := kernel.module._emb_module).optimizer != EmbOptimType.NONE:
             group = kernel.module.fused_optimizer.param_groups[0]
             options = kernel_options(tbe, group)
-            progress = OptimizerClock(int(tbe.iter.item()), float(group["lr"]), options)
-            found.update({shard.table: progress for shard in kernel.shards})
+            clock = OptimizerClock(int(tbe.iter.item()), float(group["lr"]), options)
+            found.append(([shard.table for shard in kernel.shards], clock))
     return found
+
+
+def by_table(clocks: Clocks) -> dict[str, OptimizerClock]:
+    """Return the clock of each table."""
+    return {table: clock for tables, clock in clocks for table in tables}
 
 
 def set_table_progress(kernels: Iterable[Kernel], progress: Mapping[str, OptimizerClock]) -> None:

@@ -34,7 +34,13 @@ from torchrec_checknrun.model.hooks import (
 )
 from torchrec_checknrun.model.kernels import Kernel, find_kernels
 from torchrec_checknrun.model.module_tree import ModuleTree, embedding_collections, find_modules
-from torchrec_checknrun.model.progress import OptimizerClock, set_table_progress, table_progress
+from torchrec_checknrun.model.progress import (
+    Clocks,
+    OptimizerClock,
+    by_table,
+    set_table_progress,
+    table_clocks,
+)
 from torchrec_checknrun.model.resharding import (
     Collections,
     all_states_moved,
@@ -96,7 +102,7 @@ class TrackedModel(TrackedTables):
       ``purge``;
     * notice other writes than training's: ``check_writes``, ``begin_restore``,
       ``acknowledge_writes``;
-    * move the optimizers' clocks: ``progress``, ``beside_rows``, ``set_progress``;
+    * move the optimizers' clocks: ``progress``, ``clocks``, ``beside_rows``, ``set_progress``;
     * stop tracking: ``close``.
 
     Attributes:
@@ -280,7 +286,11 @@ class TrackedModel(TrackedTables):
 
     def progress(self) -> dict[str, OptimizerClock]:
         """Return the clocks of the tables' optimizers, by table with a shard on this rank."""
-        return table_progress(self._kernels())
+        return by_table(self.clocks())
+
+    def clocks(self) -> Clocks:
+        """Return ``progress`` by clock, which of thousands of tables takes a part of the time."""
+        return table_clocks(self._kernels())
 
     def beside_rows(self) -> tuple[dict[str, OptimizerClock], CollisionState | None]:
         """Return what a checkpoint stores of the tables beside rows: ``progress``, and the state of
