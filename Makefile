@@ -136,7 +136,7 @@ race:
 # itself is not built with them, so they are loaded first, and do not look for leaks.
 SANITIZED := build/sanitized
 SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr
-CALLS_KERNEL := codecs delta format marks memory recovery restore run save serve snapshot test_native.py
+CALLS_KERNEL := codecs delta format marks memory recovery restore run save serve shared_memory snapshot test_native.py
 sanitize: $(STAMP)
 	rm -rf $(SANITIZED)
 	mkdir -p $(SANITIZED)

@@ -54,7 +54,8 @@ class BlockCheck {
   }
 
   int64_t sum() const {
-    uint64_t sum = size_ ^ kMix ^ key_[0];  // so that zeros alone are not their own check
+    // So that zeros alone are not their own check, and no bytes at all have one for each seed.
+    uint64_t sum = size_ ^ kMix ^ key_[0];
     for (const uint64_t lane : lane_) {
       sum = (sum ^ lane) * kMix;
       sum ^= sum >> 32;
