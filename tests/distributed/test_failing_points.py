@@ -22,6 +22,7 @@ from tests.examples import ALL
 from torchrec_checknrun import Consecutive
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.row_copies import ShardCopies
+from torchrec_checknrun.restore import chunks
 from torchrec_checknrun.restore import restore as restoring
 from torchrec_checknrun.restore.plan import ChainRestore
 from torchrec_checknrun.restore.rows import RowRestore
@@ -61,6 +62,7 @@ ON_RANK_0: dict[str, tuple[Any, str]] = {
     "after commit": (RootWriter, "after_commit"),
 }
 PLANNING: dict[str, tuple[Any, str]] = {
+    "indexes": (chunks, "read_index_bytes"),
     "content": (restoring, "read_content"),
     "plan": (ChainRestore, "_plan_blocks"),
 }

@@ -133,8 +133,11 @@ def share_indexes(root: Folder, chain: Chain, ranks: Ranks) -> IndexBytes:
             # On the ranks that wrote them, if these have the same numbers: copies are there.
             if number % ranks.world_size == ranks.rank and file.index_length <= most and left >= 0:
                 own.append((manifest.id, file))
-    of_ranks = ranks.on_all_ranks(lambda: read_index_bytes(root, own))
-    return {key: data for of_rank in of_ranks for key, data in of_rank.items()}
+
+    def together(of_ranks: list[IndexBytes]) -> IndexBytes:
+        return {key: data for of_rank in of_ranks for key, data in of_rank.items()}
+
+    return ranks.reduce(lambda: read_index_bytes(root, own), together)
 
 
 def read_content(

@@ -58,10 +58,10 @@ def test_what_builds_on_a_damaged_one_is_not_read(
     file.write_bytes(content)
     reads, read_chunks = 0, restore.read_content
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal reads
         reads += 1
-        return read_chunks(*arguments)
+        return read_chunks(*arguments, **options)
 
     monkeypatch.setattr(restore, "read_content", counted)
     other = Job.build(SPEC, uniform_plan(SPEC, "table_wise", 1), seed=3)
