@@ -64,7 +64,9 @@ def kernels(model: Any) -> list[Any]:
 
 def _visit(path: str, value: Any, names: dict[int, str], seen: dict[int, str], found: Live) -> None:
     if isinstance(value, _PLAIN):
-        found[path] = repr(value)
+        found[path] = _key(value, names) if type(value) is int else repr(value)
+    elif isinstance(value, (set, frozenset)):
+        found[path] = repr(sorted(_key(member, names) for member in value))
     elif isinstance(value, ShardedTensor):
         for i, shard in enumerate(value.local_shards()):
             found[f"{path}[{i}]"] = _digest(shard.tensor)
@@ -97,7 +99,7 @@ def _items(value: Any, names: dict[int, str]) -> Iterator[tuple[str, Any]]:
 def _key(key: Any, names: dict[int, str]) -> str:
     if isinstance(key, torch.Tensor):
         return names.get(id(key)) or f"tensor {list(key.shape)}"
-    return str(key)
+    return f"id of {names[key]}" if type(key) is int and key in names else str(key)
 
 
 def _digest(tensor: torch.Tensor) -> str:

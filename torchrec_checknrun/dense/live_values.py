@@ -1,7 +1,9 @@
 """Pack the values that an optimizer's wrapper holds into plain values, and put them back.
 
 Lists and dicts are packed item by item: references in them (see ``References``) are left out and
-keep their live values. Modules and other objects with a state dict are packed as that.
+keep their live values. Modules and other objects with a state dict are packed as that. A parameter
+that is a key of a dict or a member of a set is packed as its name, and so is a parameter's id
+anywhere, since programs keep what belongs to a parameter by either.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from torchrec_checknrun.dense.references import References
+from torchrec_checknrun.dense.tree import Key
 from torchrec_checknrun.errors import UnsupportedState
 from torchrec_checknrun.values.dicts import like
 from torchrec_checknrun.values.state import MOST_DEPTH, TORCH_DTYPES, encode_state
@@ -23,7 +26,13 @@ from torchrec_checknrun.values.state import MOST_DEPTH, TORCH_DTYPES, encode_sta
 _LIVE, _STATE, _ENUM, _DICT = "$live", "$state", "$enum", "$dict"
 """The only key of a dict that stands for a reference, a state dict's content, the name of an enum's
 member, or a dict that itself has one such key."""
-_MARKS = frozenset({_LIVE, _STATE, _ENUM, _DICT})
+_ID, _ITEMS, _SET = "$id", "$items", "$set"
+"""The same of the name of a parameter whose id is meant, and of a dict or set with members that
+``_pack_member`` packs: an empty dict of its type and its items; a set of them."""
+_MARKS = frozenset({_LIVE, _STATE, _ENUM, _DICT, _ID, _ITEMS, _SET})
+_PARAMETER = "$parameter"
+Member = str | int | tuple[str, Key]
+"""A key or a member of a set; of a parameter its name, with the mark for itself or for its id."""
 LIVE = {_LIVE: None}
 """Stands for a reference."""
 _MISSING = object()
@@ -45,7 +54,7 @@ def pack(
         ``LIVE`` for a reference, for a container of nothing but references, and for a lost value.
     """
     if type(value) in _PLAIN:  # most values
-        return value
+        return value if (name := references.name(value)) is None else {_ID: name}
     if value in references:
         return LIVE
     if isinstance(value, torch.Tensor):
@@ -56,9 +65,11 @@ def pack(
         return _pack_mapping(value, references, path, lost, depth)
     if isinstance(value, (list, tuple, deque)):
         return _pack_sequence(value, references, path, lost, depth)
+    if isinstance(value, (set, frozenset)) and any(references.name(m) is not None for m in value):
+        return _pack_set(value, references, path, lost)
     if isinstance(value, Enum):
-        name = value.name
-        return {_ENUM: name} if _member(value, name) is value else _lose(value, path, lost)
+        member = value.name
+        return {_ENUM: member} if _member(value, member) is value else _lose(value, path, lost)
     if _has_state(value):
         return _pack_state(value, references, path, lost, depth)
     try:
@@ -91,8 +102,15 @@ def why_not(live: Any, saved: Any, references: References) -> str | None:
             return f"it had a state dict, and is a {type(live).__name__} now"
         own = live.state_dict()
         return _why_not_module(own, content) if isinstance(live, nn.Module) else None
-    if isinstance(content, dict) and mark in (None, _DICT):
-        inner: Iterable[tuple[Any, Any]] = content.items()
+    names = [content] if mark == _ID else _names_in(mark, content)
+    for name in names:
+        if name not in references.parameters:
+            return f"it was kept for parameter {name!r}, which is missing now"
+    if mark == _ITEMS:
+        pairs = content[1]
+        inner: Iterable[tuple[Any, Any]] = [(_live_member(k, references), v) for k, v in pairs]
+    elif isinstance(content, dict) and mark in (None, _DICT):
+        inner = content.items()
     elif isinstance(saved, (list, tuple)):
         inner = enumerate(saved)
     else:
@@ -130,6 +148,12 @@ def put(
         return live
     if isinstance(saved, torch.Tensor):
         return _put_tensor(live, saved, device, fresh)
+    if mark == _ID:
+        return id(references.parameters[content])
+    if mark == _SET:
+        return type(content)(_live_member(member, references) for member in content)
+    if mark == _ITEMS:
+        content = like(content[0], {_live_member(k, references): v for k, v in content[1]})
     if isinstance(content, dict):
         items = {k: put(_item(live, k), v, references, device, fresh) for k, v in content.items()}
         if not isinstance(live, dict):
@@ -160,9 +184,57 @@ def _pack_mapping(
     items = {k: pack(v, references, f"{path}[{k!r}]", lost, depth + 1) for k, v in value.items()}
     if items and all(item is LIVE for item in items.values()):
         return LIVE
+    if any(references.name(key) is not None for key in items):
+        return _pack_items(value, items, references, path, lost)
     if not isinstance(value, dict) or any(type(key) not in (str, int) for key in items):
         return _lose(value, path, lost)
     return {_DICT: items} if len(items) == 1 and items.keys() <= _MARKS else like(value, items)
+
+
+def _pack_items(
+    value: Mapping[Any, Any],
+    items: Mapping[Any, Any],
+    references: References,
+    path: str,
+    lost: dict[str, object],
+) -> Any:
+    """Pack a dict with parameters or their ids among its keys, given its packed items."""
+    pairs = [(_pack_member(key, references), item) for key, item in items.items()]
+    if not isinstance(value, dict) or any(member is None for member, _ in pairs):
+        return _lose(value, path, lost)
+    return {_ITEMS: (like(value, {}), pairs)}
+
+
+def _pack_set(
+    value: set[Any] | frozenset[Any], references: References, path: str, lost: dict[str, object]
+) -> Any:
+    """Pack a set with parameters or their ids among its members."""
+    members = [_pack_member(member, references) for member in value]
+    if type(value) not in (set, frozenset) or None in members:
+        return _lose(value, path, lost)
+    return {_SET: type(value)(members)}
+
+
+def _pack_member(key: object, references: References) -> Member | None:
+    """Pack a key, or a member of a set; None: it can't be stored."""
+    if (name := references.name(key)) is not None:
+        return (_ID if type(key) is int else _PARAMETER, name)
+    return key if isinstance(key, (str, int)) and type(key) in (str, int) else None
+
+
+def _live_member(member: Member, references: References) -> Any:
+    """Return what was packed as a member; its parameter is there."""
+    if not isinstance(member, tuple):
+        return member
+    kind, name = member
+    parameter = references.parameters[name]
+    return parameter if kind == _PARAMETER else id(parameter)
+
+
+def _names_in(mark: str | None, content: Any) -> list[Key]:
+    """Return the names of the parameters that a packed dict's keys, or a set's members, are."""
+    members = [key for key, _ in content[1]] if mark == _ITEMS else content if mark == _SET else ()
+    return [member[1] for member in members if isinstance(member, tuple)]
 
 
 def _pack_sequence(

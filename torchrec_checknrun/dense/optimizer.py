@@ -12,7 +12,6 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Mapping,
     MutableMapping,
     Sequence,
@@ -36,7 +35,7 @@ from torchrec_checknrun.dense.param_groups import (
     options_of,
     stored_groups,
 )
-from torchrec_checknrun.dense.references import References
+from torchrec_checknrun.dense.references import References, references_of
 from torchrec_checknrun.dense.state_dicts import (
     is_shown,
     load_own,
@@ -58,7 +57,6 @@ from torchrec_checknrun.dense.tree import (
     all_nodes,
     nodes,
     own_parameters,
-    parameters_of,
     shown,
 )
 from torchrec_checknrun.dense.wrappers import WRAPPERS, give_back, held, own_tensors, tell_twins
@@ -149,7 +147,7 @@ class DenseOptimizer:
             for p in parameters
             if p.key in made and not p.sharded and self._is_whole_table(p.parameter)
         }
-        references = References(self._kept_elsewhere(found, parameters))
+        references = self._references(found, parameters)
         of_nodes = {node.identity: held(node, references) for node in found}
         wrappers = {identity: of_node for identity, of_node in of_nodes.items() if of_node}
         beside = {WRAPPERS: wrappers, _LATE: late, _SHARED: shared(parameters), _ROWS: rows}
@@ -262,7 +260,7 @@ class DenseOptimizer:
         wrappers = self._beside.get(WRAPPERS) or {}
         found = nodes(self._state)
         parameters = list(self._parameters.of(found))
-        references = References(self._kept_elsewhere(found, parameters))
+        references = self._references(found, parameters)
         for node in found if wrappers else ():
             of_node = wrappers.get(node.identity, {})
             changed = give_back(node, of_node, references, self._resized)
@@ -370,20 +368,8 @@ class DenseOptimizer:
         plain = isinstance(given, dict) and isinstance(given.get("state"), dict)
         return isinstance(self._state, KeyedOptimizer) and not plain
 
-    def _kept_elsewhere(
-        self, found: Sequence[Node], parameters: Sequence[Parameter]
-    ) -> Iterator[object]:
-        """Yield all that is stored elsewhere than with a wrapper."""
-        yield from self._elsewhere
-        yield from self._names
-        for node in self.nest:
-            yield from (node.optimizer.state, node.optimizer.param_groups)
-        for node in found:
-            yield from own_parameters(node).values()
-            yield from parameters_of(node.optimizer)
-        for parameter in parameters:
-            yield parameter.parameter
-            yield from (parameter.state or {}).values()
+    def _references(self, found: Sequence[Node], parameters: Sequence[Parameter]) -> References:
+        return references_of(self.nest, found, parameters, self._names, self._elsewhere)
 
     def _by_key(self, content: Mapping[str, Any], back: bool = False) -> dict[str, Any]:
         """Translate a plain optimizer's state dict from torch's numbers to keys, or back."""

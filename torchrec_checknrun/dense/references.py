@@ -1,7 +1,8 @@
 """Recognize references in a wrapper's attributes: values stored elsewhere, or no state at all.
 
 A wrapper keeps lists of parameters, other optimizers, functions, a logger. None of these is stored
-with the wrapper, and all of them keep their live values when the rest is restored.
+with the wrapper, and all of them keep their live values when the rest is restored. Parameters that
+are keys, and ids of parameters, are stored by name: each process has others.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 
-from torchrec_checknrun.dense.tree import is_optimizer
+from torchrec_checknrun.dense.tree import (
+    Key,
+    Node,
+    Parameter,
+    is_optimizer,
+    own_parameters,
+    parameters_of,
+)
 from torchrec_checknrun.values.memory_spans import MemorySpans
 
 _CODE = (
@@ -45,6 +54,8 @@ _OF_PROCESS = (
 )
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_LEAST_ID = 1 << 20
+"""Less than any object's id, and more than most numbers."""
 
 
 class References:
@@ -54,10 +65,14 @@ class References:
         values: tensors and objects that are stored elsewhere; a tensor whose memory is all theirs
             is stored elsewhere as well. Read only once an answer depends on them, since most
             wrappers hold plain values: ask at once.
+        parameters: by name; of several with one name the last counts. Read as ``values``.
     """
 
-    def __init__(self, values: Iterable[object]) -> None:
+    def __init__(
+        self, values: Iterable[object], parameters: Iterable[tuple[Key, torch.Tensor]] = ()
+    ) -> None:
         self._values = values
+        self._named = parameters
 
     @functools.cached_property
     def _kept(self) -> list[object]:
@@ -71,6 +86,21 @@ class References:
     def _memory(self) -> MemorySpans:
         return MemorySpans([tensor for value in self._kept for tensor in _with_memory(value)])
 
+    @functools.cached_property
+    def parameters(self) -> dict[Key, torch.Tensor]:
+        """Return the parameters by name."""
+        return dict(self._named)
+
+    @functools.cached_property
+    def _names(self) -> dict[int, Key]:
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def name(self, key: object) -> Key | None:
+        """Return the name of a parameter, or of that whose id a number is; None if it is none's."""
+        if type(key) is int:
+            return self._names.get(key) if key >= _LEAST_ID else None
+        return self._names.get(id(key)) if isinstance(key, torch.Tensor) else None
+
     def __contains__(self, value: object) -> bool:
         if isinstance(value, _PLAIN) and type(value) in _PLAIN:
             return False  # equal numbers may be the same object
@@ -83,6 +113,39 @@ class References:
         if isinstance(value, nn.Module):
             return all(tensor in self for tensor in tensors_of(value))
         return False
+
+
+def references_of(
+    nest: Iterable[Node],
+    found: Iterable[Node],
+    parameters: Iterable[Parameter],
+    names: Mapping[torch.Tensor, str],
+    elsewhere: Iterable[object],
+) -> References:
+    """Return all that is stored elsewhere than with an optimizer's wrappers.
+
+    Args:
+        nest, found: all optimizers in the nest, and those that its state dict shows.
+        parameters: of the optimizer, whose keys are their names here.
+        names: the model's parameters.
+        elsewhere: what other objects have.
+    """
+
+    def kept() -> Iterator[object]:
+        yield from elsewhere
+        yield from names
+        for node in nest:
+            yield from (node.optimizer.state, node.optimizer.param_groups)
+        for node in found:
+            yield from own_parameters(node).values()
+            yield from parameters_of(node.optimizer)
+        for parameter in parameters:
+            yield parameter.parameter
+            yield from (parameter.state or {}).values()
+
+    of_model = ((name, parameter) for parameter, name in names.items())
+    own = ((each.key, each.parameter) for each in parameters)
+    return References(kept(), chain(of_model, own))
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
