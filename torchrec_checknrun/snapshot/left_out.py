@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchrec_checknrun.dense.tree import Node, all_nodes, attributes, inner_optimizers
 from torchrec_checknrun.ranks import listed
 from torchrec_checknrun.snapshot.read_ahead import warn_of_read_ahead
-from torchrec_checknrun.snapshot.unheld import Beside, Draws, Schedules
+from torchrec_checknrun.snapshot.unheld import Beside, Draws, KeyedByIds, Schedules
 from torchrec_checknrun.values.dense import is_dense
 from torchrec_checknrun.values.own_loading import plain_path
 from torchrec_checknrun.values.shown import MOST_VALUES, Shown, all_leaves, content, may_show, shows
@@ -73,6 +73,7 @@ class LeftOut:
         self._told: set[str] = set()
         self._schedules: Schedules | None = None
         self._beside, self._draws = Beside(model, states), Draws()
+        self._keyed = KeyedByIds(model)
         with self._harmless():
             self._schedules = Schedules(states)
             self._owners = [*_users_modules(model, states), *_users_objects(states)]
@@ -115,6 +116,7 @@ class LeftOut:
             self._look_at_parameters()
             self._look_beside(saved)
             self._beside.look(saved)
+            self._keyed.look(saved)
             self._draws.look(saved)
             if self._schedules is not None:
                 self._schedules.look()

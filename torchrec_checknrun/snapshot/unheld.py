@@ -1,5 +1,6 @@
 """Notice learning rate schedulers, gradient scalers, averaged models and random number generators
-that no state object is or holds: they begin anew at a restore.
+that no state object is or holds, and content that only this process finds again: they begin anew at
+a restore.
 
 To look for all that follows an optimizer takes as long as a garbage collection. So it is done when
 a Checkpointer is made and at its first step or save, and later only where rates have moved that no
@@ -238,3 +239,38 @@ def _numbers(rates: Iterable[object]) -> Iterator[float]:
     for rate in rates:
         if isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.numel() == 1):
             yield float(rate)
+
+
+class KeyedByIds:
+    """State objects that keep something by the ids of parameters, which another process has not.
+
+    Args:
+        model: the model; its parameters count.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._told: set[str] = set()
+
+    def look(self, saved: Mapping[str, object]) -> None:
+        """Warn, once for each, of states whose dicts have such keys, at a save."""
+        ids = {id(parameter) for parameter in self._model.parameters()}
+        new = [name for name, state in saved.items() if not ids.isdisjoint(_numbered(state))]
+        if new := [name for name in new if name not in self._told]:
+            self._told.update(new)
+            logger.warning(
+                "%s keeps something by id(parameter): a restored run, whose parameters have other "
+                "ids, does not find it again. Let state_dict() give it by the parameters' names",
+                listed([f"state {name!r}" for name in new]),
+            )
+
+
+def _numbered(state: object) -> Iterator[int]:
+    """Yield the whole numbers that are keys of a state's dicts."""
+    if isinstance(state, Mapping):
+        yield from (key for key in state if type(key) is int)
+        state = state.values()
+    elif not isinstance(state, (list, tuple)) or len(state) > _MOST_ITEMS:
+        return
+    for item in state:
+        yield from _numbered(item)

@@ -167,3 +167,40 @@ def test_generators_that_training_draws_from(
             saver.save()
     lines = [line for line in caplog.messages if "draws other numbers" in line]
     assert [f"({name})" in line for line in lines] == [True] * (name is not None and lost)
+
+
+class Average:
+    """A program's own average of parameters.
+
+    Args:
+        key: what it keeps each under.
+    """
+
+    def __init__(self, layer: nn.Module, key: Callable[[str, nn.Parameter], Any]) -> None:
+        self.kept = {key(name, p): p.detach().clone() for name, p in layer.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": [{"kept": self.kept, 7: [*range(2000)]}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["all"][0]["kept"]
+
+
+def test_what_is_kept_by_ids_of_parameters_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = nn.Linear(2, 2)
+    states = {
+        "by_id": Average(layer, lambda name, p: id(p)),
+        "by_name": Average(layer, lambda name, p: name),
+        "by_other": Average(layer, lambda name, p: id(p) + 8),
+    }
+    with (
+        caplog.at_level(logging.WARNING),
+        Checkpointer(tmp_path, model=layer, state=states) as saver,
+    ):
+        for _ in range(4):
+            saver.step()
+            saver.save()
+    (line,) = [line for line in caplog.messages if "id(parameter)" in line]
+    assert "state 'by_id' keeps something" in line
