@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torchrec.distributed.composable.table_batched_embedding_slice import (
@@ -101,6 +102,7 @@ class ModuleTree:
     def _look(self) -> None:
         self._collections = [collection for _, collection in embedding_collections(self._model)]
         self._modules = list(self._model.modules())
+        _refuse_flat(self._modules)
         modules = dict.fromkeys(self._modules)
         for collection in self._collections:
             for lookup in collection._lookups:
@@ -179,6 +181,23 @@ def find_modules(
         else:
             children = [*module.named_children()]
             left += [(f"{path}.{n}" if path else n, child) for n, child in reversed(children)]
+
+
+def _refuse_flat(modules: Iterable[nn.Module]) -> None:
+    """Refuse PyTorch's first FSDP: each rank has another part of a parameter, and no tensor says
+    so; its state dict is of copies, on all ranks together.
+
+    Raises:
+        UnsupportedState: names the module inside.
+    """
+    for module in modules:
+        if isinstance(module, FullyShardedDataParallel):
+            inside = ", ".join(type(each).__name__ for each in module.children())
+            raise UnsupportedState(
+                f"the model has a FullyShardedDataParallel around {inside}, whose parts can't be "
+                "told from whole parameters: shard it by torch.distributed.fsdp.fully_shard "
+                "(FSDP2) in its place, or leave it to DistributedDataParallel"
+            )
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -199,3 +200,13 @@ def test_a_lazy_module_is_named_before_its_first_forward_pass(tmp_path: Path) ->
     model["lazy"](torch.zeros(1, 3))
     with Checkpointer(tmp_path, model=model) as saver:
         saver.save()
+
+
+def test_the_first_fsdp_is_refused_by_name(tmp_path: Path) -> None:
+    sharded = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # it needs a GPU else
+    nn.Module.__init__(sharded)
+    sharded._fsdp_wrapped_module = nn.Linear(2, 2)
+    dmp = DistributedModelParallel(Net(torch.zeros(1), True), device=torch.device("cpu"))
+    model = nn.ModuleDict({"net": dmp, "over": sharded})
+    with pytest.raises(UnsupportedState, match=r"FullyShardedDataParallel around Linear.*FSDP2"):
+        Checkpointer(tmp_path, model=model)
