@@ -2,8 +2,8 @@
 
 Lists and dicts are packed item by item: references in them (see ``References``) are left out and
 keep their live values. Modules and other objects with a state dict are packed as that. A parameter
-that is a key of a dict or a member of a set is packed as its name, and so is a parameter's id
-anywhere, since programs keep what belongs to a parameter by either.
+that is a key of a dict or a member of a set is packed as its name, and so is the id of a parameter
+or of a parameter group anywhere, since programs keep what belongs to either by it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LIVE, _STATE, _ENUM, _DICT = "$live", "$state", "$enum", "$dict"
 """The only key of a dict that stands for a reference, a state dict's content, the name of an enum's
 member, or a dict that itself has one such key."""
 _ID, _ITEMS, _SET = "$id", "$items", "$set"
-"""The same of the name of a parameter whose id is meant, and of a dict or set with members that
+"""The same of the name of what has an id that is meant, and of a dict or set with members that
 ``_pack_member`` packs: an empty dict of its type and its items; a set of them."""
 _MARKS = frozenset({_LIVE, _STATE, _ENUM, _DICT, _ID, _ITEMS, _SET})
 _PARAMETER = "$parameter"
 Member = str | int | tuple[str, Key]
-"""A key or a member of a set; of a parameter its name, with the mark for itself or for its id."""
+"""A key or a member of a set; a name with the mark for a parameter itself or for an id."""
 LIVE = {_LIVE: None}
 """Stands for a reference."""
 _MISSING = object()
@@ -104,8 +104,8 @@ def why_not(live: Any, saved: Any, references: References) -> str | None:
         return _why_not_module(own, content) if isinstance(live, nn.Module) else None
     names = [content] if mark == _ID else _names_in(mark, content)
     for name in names:
-        if name not in references.parameters:
-            return f"it was kept for parameter {name!r}, which is missing now"
+        if name not in references.named:
+            return f"it was kept for {name!r} by its id, or as a key, which is missing now"
     if mark == _ITEMS:
         pairs = content[1]
         inner: Iterable[tuple[Any, Any]] = [(_live_member(k, references), v) for k, v in pairs]
@@ -149,7 +149,7 @@ def put(
     if isinstance(saved, torch.Tensor):
         return _put_tensor(live, saved, device, fresh)
     if mark == _ID:
-        return id(references.parameters[content])
+        return id(references.named[content])
     if mark == _SET:
         return type(content)(_live_member(member, references) for member in content)
     if mark == _ITEMS:
@@ -181,7 +181,10 @@ def _pack_mapping(
     lost: dict[str, object],
     depth: int,
 ) -> Any:
-    items = {k: pack(v, references, f"{path}[{k!r}]", lost, depth + 1) for k, v in value.items()}
+    items = {
+        k: pack(v, references, f"{path}[{_shown_key(k, references)}]", lost, depth + 1)
+        for k, v in value.items()
+    }
     if items and all(item is LIVE for item in items.values()):
         return LIVE
     if any(references.name(key) is not None for key in items):
@@ -191,6 +194,12 @@ def _pack_mapping(
     return {_DICT: items} if len(items) == 1 and items.keys() <= _MARKS else like(value, items)
 
 
+def _shown_key(key: object, references: References) -> str:
+    if (name := references.name(key)) is not None:
+        return repr(name)
+    return "…" if isinstance(key, torch.Tensor) else repr(key)  # a tensor's takes a millisecond
+
+
 def _pack_items(
     value: Mapping[Any, Any],
     items: Mapping[Any, Any],
@@ -198,7 +207,7 @@ def _pack_items(
     path: str,
     lost: dict[str, object],
 ) -> Any:
-    """Pack a dict with parameters or their ids among its keys, given its packed items."""
+    """Pack a dict with parameters or ids among its keys, given its packed items."""
     pairs = [(_pack_member(key, references), item) for key, item in items.items()]
     if not isinstance(value, dict) or any(member is None for member, _ in pairs):
         return _lose(value, path, lost)
@@ -208,7 +217,7 @@ def _pack_items(
 def _pack_set(
     value: set[Any] | frozenset[Any], references: References, path: str, lost: dict[str, object]
 ) -> Any:
-    """Pack a set with parameters or their ids among its members."""
+    """Pack a set with parameters or ids among its members."""
     members = [_pack_member(member, references) for member in value]
     if type(value) not in (set, frozenset) or None in members:
         return _lose(value, path, lost)
@@ -223,16 +232,16 @@ def _pack_member(key: object, references: References) -> Member | None:
 
 
 def _live_member(member: Member, references: References) -> Any:
-    """Return what was packed as a member; its parameter is there."""
+    """Return what was packed as a member; the object of its name is there."""
     if not isinstance(member, tuple):
         return member
     kind, name = member
-    parameter = references.parameters[name]
-    return parameter if kind == _PARAMETER else id(parameter)
+    named = references.named[name]
+    return named if kind == _PARAMETER else id(named)
 
 
 def _names_in(mark: str | None, content: Any) -> list[Key]:
-    """Return the names of the parameters that a packed dict's keys, or a set's members, are."""
+    """Return the names among a packed dict's keys, or a set's members."""
     members = [key for key, _ in content[1]] if mark == _ITEMS else content if mark == _SET else ()
     return [member[1] for member in members if isinstance(member, tuple)]
 

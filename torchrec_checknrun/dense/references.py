@@ -2,7 +2,7 @@
 
 A wrapper keeps lists of parameters, other optimizers, functions, a logger. None of these is stored
 with the wrapper, and all of them keep their live values when the rest is restored. Parameters that
-are keys, and ids of parameters, are stored by name: each process has others.
+are keys, and ids of parameters and their groups, are stored by name: each process has others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -65,14 +64,13 @@ class References:
         values: tensors and objects that are stored elsewhere; a tensor whose memory is all theirs
             is stored elsewhere as well. Read only once an answer depends on them, since most
             wrappers hold plain values: ask at once.
-        parameters: by name; of several with one name the last counts. Read as ``values``.
+        named: parameters and parameter groups, each after its name; of several with one name the
+            last counts. Read as ``values``.
     """
 
-    def __init__(
-        self, values: Iterable[object], parameters: Iterable[tuple[Key, torch.Tensor]] = ()
-    ) -> None:
+    def __init__(self, values: Iterable[object], named: Iterable[tuple[Key, object]] = ()) -> None:
         self._values = values
-        self._named = parameters
+        self._pairs = named
 
     @functools.cached_property
     def _kept(self) -> list[object]:
@@ -87,16 +85,16 @@ class References:
         return MemorySpans([tensor for value in self._kept for tensor in _with_memory(value)])
 
     @functools.cached_property
-    def parameters(self) -> dict[Key, torch.Tensor]:
-        """Return the parameters by name."""
-        return dict(self._named)
+    def named(self) -> dict[Key, object]:
+        """Return parameters and parameter groups by name."""
+        return dict(self._pairs)
 
     @functools.cached_property
     def _names(self) -> dict[int, Key]:
-        return {id(parameter): name for name, parameter in self.parameters.items()}
+        return {id(each): name for name, each in self.named.items()}
 
     def name(self, key: object) -> Key | None:
-        """Return the name of a parameter, or of that whose id a number is; None if it is none's."""
+        """Return the name of a parameter, or of what has a number as its id; None for all else."""
         if type(key) is int:
             return self._names.get(key) if key >= _LEAST_ID else None
         return self._names.get(id(key)) if isinstance(key, torch.Tensor) else None
@@ -143,9 +141,14 @@ def references_of(
             yield parameter.parameter
             yield from (parameter.state or {}).values()
 
-    of_model = ((name, parameter) for parameter, name in names.items())
-    own = ((each.key, each.parameter) for each in parameters)
-    return References(kept(), chain(of_model, own))
+    def named() -> Iterator[tuple[Key, object]]:
+        yield from ((name, parameter) for parameter, name in names.items())
+        yield from ((each.key, each.parameter) for each in parameters)
+        for node in nest:
+            for number, group in enumerate(node.optimizer.param_groups):
+                yield f"{node.identity}.param_groups[{number}]", group
+
+    return References(kept(), named())
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:

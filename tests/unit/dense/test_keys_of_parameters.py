@@ -1,4 +1,6 @@
-"""Restore what an optimizer keeps by parameter, or by a parameter's id: each process has others."""
+"""Restore what an optimizer keeps by parameter, or by the id of one or of a group: each process has
+others.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,7 @@ class Masked(optim.SGD):
         self.order: list[Any] = []
         self.names = {id(p): i for i, p in enumerate(self.param_groups[0]["params"])}
         self.last: int | None = None
+        self.steps_of = {id(group): 0 for group in self.param_groups}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded
@@ -55,6 +58,7 @@ class Masked(optim.SGD):
                 self.left_out.add(self.key(p))
             p.grad.mul_(1 / (1 + of_p["norm"]) * (self.key(p) not in self.left_out))
             self.last = id(p)
+        self.steps_of[id(self.param_groups[0])] += 1
         super().step()
 
 
@@ -94,7 +98,7 @@ def train(job: Job, saver: Any, steps: int) -> None:
 def content(job: Job) -> dict[str, str]:
     found = live(job.model, held=job.dense._optimizer)
     torchs = ("differentiable", "_zero_grad_profile_name", ".key")  # made by a load; a function
-    return {k: v for k, v in found.items() if not k.endswith(torchs)}
+    return {k: v for k, v in found.items() if not (k.endswith(torchs) or "steps_of" in k)}
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -115,6 +119,7 @@ def test_a_run_goes_on_as_one_that_was_not_interrupted(
         train(again, saver, 4)
     held = again.dense._optimizer
     assert type(held.seen) is type(KINDS[kind]())
+    assert held.steps_of == {id(held.param_groups[0]): 6}
     assert len(held.seen) == 3
     assert len(held.left_out) == 3
     assert differences(content(again), content(whole)) == []
@@ -164,7 +169,7 @@ def test_what_belongs_to_a_missing_parameter_is_told() -> None:
         found, _ = packed(value, here)
         why = why_not(None, found, there)
         assert why is not None
-        assert "parameter 'bias', which is missing now" in why
+        assert "it was kept for 'bias' by its id, or as a key, which is missing now" in why
 
 
 def test_keys_of_neither_kind_are_told() -> None:
@@ -206,3 +211,4 @@ def test_a_checkpoint_by_ids_is_restored_into_a_wrapper(tmp_path: Path) -> None:
     layer, masked = run(0)
     assert masked.seen.keys() == {id(layer.weight), id(layer.bias)}
     assert masked.last == id(layer.bias)
+    assert masked.steps_of == {id(masked.param_groups[0]): 2}
