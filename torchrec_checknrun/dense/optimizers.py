@@ -30,6 +30,7 @@ from torchrec_checknrun.dense.tree import (
     is_partitioned,
     names_table,
 )
+from torchrec_checknrun.format.entries import ROWS_DTYPES
 
 T = TypeVar("T")
 _DEEPEST = 5
@@ -345,14 +346,16 @@ def row_states(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, torc
 
 def row_names(state: Mapping[str, Any], weight: torch.Tensor) -> dict[str, str]:
     """Return the names of the row-by-row part of a table's dense optimizer state, each with its
-    fused name.
+    fused name. Codes and masks (an optimizer of 8 bits) are no rows: they stay with the optimizer.
     """
     fused_names = _fused_names(state)
     shapes = (weight.shape, (weight.shape[0], 1))
     return {
         name: fused_names.get(name, name)
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.shape in shapes
+        if isinstance(value, torch.Tensor)
+        and value.shape in shapes
+        and value.dtype in ROWS_DTYPES.values()
     }
 
 

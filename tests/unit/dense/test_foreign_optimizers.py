@@ -113,6 +113,23 @@ class Empty(Foreign):
         p.sub_(p.grad, alpha=group["lr"])
 
 
+class Coded(Foreign):
+    """FlashAdamW: moments in codes of 8 bits; SaRA: a mask of the values that are trained."""
+
+    def moments(self, parameter: torch.Tensor) -> dict[str, Any]:
+        trained = torch.arange(parameter.numel()).view_as(parameter) % 3 > 0
+        codes = torch.zeros_like(parameter, dtype=torch.int8)
+        return {"codes": codes, "scales": torch.ones(len(parameter)), "trained": trained}
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        scales = state["scales"].view(-1, *[1] * (p.ndim - 1))
+        mean = (state["codes"] * scales / 127).lerp(p.grad, 0.1)
+        scales.copy_(mean.abs().amax(tuple(range(1, p.ndim)), keepdim=True) + 1e-3)
+        state["codes"].copy_((mean * 127 / scales).round())
+        p.sub_(mean * state["trained"], alpha=group["lr"])
+
+
 class Rateless(Foreign):
     """Adafactor: finds its rate itself."""
 
@@ -205,7 +222,10 @@ class Beside:
 
 Factory = Callable[[Any], Any]
 FACTORIES: dict[str, Factory] = {
-    **{kind.__name__: kind for kind in (Foreign, Counting, Moded, Beginning, Empty, Rateless)},
+    **{
+        kind.__name__: kind
+        for kind in (Foreign, Counting, Moded, Beginning, Empty, Coded, Rateless)
+    },
     "Slow": lambda p: Slow(optim.Adam(p, lr=RATE)),
     "slow momentum": lambda p: Slow(optim.SGD(p, lr=RATE, momentum=0.9)),
     "Beside": lambda p: Beside(optim.Adam(p, lr=RATE)),
