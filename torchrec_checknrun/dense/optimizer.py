@@ -74,6 +74,8 @@ _SHARED = "shared"
 """Key of the places of tensors that are the state of several parameters."""
 _ROWS = "rows"
 """Key of the names of data-parallel tables' states that are stored with rows, with fused names."""
+_BY_ID = "$id"
+"""The first part of a key of state by a parameter's id, before the parameter's key."""
 _BESIDE = (GROUPS, OWNERS, _LATE, WRAPPERS, _SHARED, _ROWS)
 """Keys beside ``state`` with no tensor to restore in place."""
 
@@ -372,10 +374,16 @@ class DenseOptimizer:
         return references_of(self.nest, found, parameters, self._names, self._elsewhere)
 
     def _by_key(self, content: Mapping[str, Any], back: bool = False) -> dict[str, Any]:
-        """Translate a plain optimizer's state dict from torch's numbers to keys, or back."""
+        """Translate a plain optimizer's state dict from torch's numbers to keys, or back.
+
+        State that the optimizer keeps by the parameters' ids, which are no keys of torch's, too.
+        """
         if isinstance(self._state, KeyedOptimizer):
             return dict(content)
-        keys: dict[Key, Key] = dict(enumerate(self._parameters.keys().values()))
+        own = self._parameters.keys()
+        numbers = dict(enumerate(own.values()))
+        ids = {id(parameter): (_BY_ID, key) for parameter, key in own.items()}
+        keys: dict[Any, Any] = {**numbers, **ids}
         if back:
             keys = {key: number for number, key in keys.items()}
         groups = [

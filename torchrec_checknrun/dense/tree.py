@@ -100,9 +100,8 @@ class Parameter:
 
         What a ``ZeroRedundancyOptimizer`` has itself is left from its ``load_state_dict``.
         """
-        if is_partitioned(self.optimizer):
-            return None
-        return self.optimizer.state.get(self.parameter) or None
+        partitioned = is_partitioned(self.optimizer)
+        return None if partitioned else state_at(self.optimizer, self.parameter) or None
 
 
 class Parameters:
@@ -226,6 +225,13 @@ def attributes(owner: object) -> dict[str, Any]:
     return found
 
 
+def state_at(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return a parameter's state, or an empty one: also where its id, its hash, is a key."""
+    with suppress(RuntimeError):  # the id was compared with the parameter
+        return optimizer.state.get(parameter, {})
+    return {}
+
+
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Iterate over the parameters of an optimizer's groups."""
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -257,9 +263,7 @@ def is_partitioned(value: object) -> TypeGuard[ZeroRedundancyOptimizer]:
 
 
 def is_semisync(optimizer: object) -> bool:
-    """Return whether an optimizer is TorchRec's of local steps and global ones: it leaves all to
-    the two inside, whose parameters are the same.
-    """
+    """Return whether an optimizer is TorchRec's of local and global steps, which has no own."""
     kind = getattr(sys.modules.get("torchrec.optim.semi_sync"), "SemisyncOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
 

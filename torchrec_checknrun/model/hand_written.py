@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
+from torchrec_checknrun.dense.tree import state_at
 from torchrec_checknrun.errors import SaveFailed
 from torchrec_checknrun.marks.gpu_streams import GpuReads, KernelStreams
 from torchrec_checknrun.marks.marks import Marks
@@ -340,7 +341,7 @@ class WriteWatch:
         for optimizer in self.kernel.optimizers:
             for stepped in self.stepped.of(optimizer):
                 rows = stepped.parameter.size(0)
-                for state in optimizer.state.get(stepped.parameter, {}).values():
+                for state in state_at(optimizer, stepped.parameter).values():
                     if isinstance(state, torch.Tensor) and state.dim() and state.size(0) == rows:
                         yield state
 

@@ -25,6 +25,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from torchrec_checknrun.dense.optimizers import is_same_memory
 from torchrec_checknrun.dense.param_groups import set_option
+from torchrec_checknrun.dense.tree import state_at
 from torchrec_checknrun.model.kernels import Kernel
 from torchrec_checknrun.model.stepped_tables import SteppedTables
 from torchrec_checknrun.ranks import listed
@@ -187,7 +188,7 @@ def _dense_groups(
             group = optimizer.param_groups[stepped.group]
             if stepped.table not in found and group.get("lr") is not None:
                 found.add(stepped.table)
-                state = optimizer.state.get(stepped.parameter, {})
+                state = state_at(optimizer, stepped.parameter)
                 yield kernel.shards[stepped.table], state, group
 
 

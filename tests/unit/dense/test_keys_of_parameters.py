@@ -18,9 +18,11 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from tests.crash.save_sweep import alone
 from tests.distributed.live_optimizers import differences, live
 from tests.unit.mixed_job import Job
-from torchrec_checknrun import Checkpointer
+from torchrec_checknrun import Checkpointer, Images
 from torchrec_checknrun.dense.live_values import LIVE, pack, put, why_not
 from torchrec_checknrun.dense.references import References
+from torchrec_checknrun.native import has_extension
+from torchrec_checknrun.shared_memory import file as files
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,7 @@ def train(job: Job, saver: Any, steps: int) -> None:
 
 def content(job: Job) -> dict[str, str]:
     found = live(job.model, held=job.dense._optimizer)
-    torchs = ("differentiable", "_zero_grad_profile_name", ".key")  # made by a load; a function
+    torchs = ("differentiable", ".defaults", "_zero_grad_profile_name", ".key")  # a load makes them
     return {k: v for k, v in found.items() if not (k.endswith(torchs) or "steps_of" in k)}
 
 
@@ -212,3 +214,51 @@ def test_a_checkpoint_by_ids_is_restored_into_a_wrapper(tmp_path: Path) -> None:
     assert masked.seen.keys() == {id(layer.weight), id(layer.bias)}
     assert masked.last == id(layer.bias)
     assert masked.steps_of == {id(masked.param_groups[0]): 2}
+
+
+class ById(optim.Optimizer):
+    """An optimizer that keeps the parameters' state itself by their ids, which are their hashes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.03})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # overloaded
+        state: dict[Any, Any] = self.state
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                of_p = state.setdefault(id(p), {"mean": torch.zeros_like(p), "steps": 0})
+                of_p["steps"] += 1
+                of_p["mean"].lerp_(p.grad, 1 / of_p["steps"])
+                p.sub_(of_p["mean"], alpha=0.03)
+
+
+@pytest.mark.parametrize("survive", [False, True])
+def test_state_by_ids_comes_back(tmp_path: Path, survive: bool) -> None:
+    if survive and not has_extension():
+        pytest.skip("images need the compiled kernel, which was not built")
+    options: dict[str, Any] = {"survive": Images(folder=str(tmp_path))} if survive else {}
+
+    def begun(name: str) -> tuple[Job, Any]:
+        job = Job(tmp_path / "unused", ById)
+        job.saver.close()
+        states = HOLDERS["alone"](job)
+        saver = Checkpointer(tmp_path / name, model=job.model, state=states, **options)
+        saver.restore()
+        return job, saver
+
+    whole, whole_saver = begun("whole")
+    train(whole, whole_saver, 6)
+    first, saver = begun("run")
+    train(first, saver, 2)
+    saver.save()
+    saver.wait()
+    saver._release(failed=True)  # as a process that dies; its image stays
+    files._mapped.clear()
+    del first
+    again, saver = begun("run")
+    train(again, saver, 4)
+    assert [of_p["steps"] for of_p in again.dense._optimizer.state.values()] == [6, 6, 6]
+    assert differences(content(again), content(whole)) == []
+    saver.close()
+    whole_saver.close()
