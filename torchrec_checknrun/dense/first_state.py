@@ -27,6 +27,7 @@ from torchrec_checknrun.dense.tree import (
     nodes,
     own_parameters,
     parameters_of,
+    state_at,
 )
 from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.format.row_chunk import RowForms
@@ -81,7 +82,7 @@ def first_state(
             type(twin).step(twin)
         except Exception:  # a user's optimizer may raise anything
             continue
-        made: dict[str, Any] = twin.state.get(stand_in, {})
+        made = state_at(twin, stand_in)
         on_device = any(group.get(option) for option in _DEVICE_STEP)
         return {name: _zeros(value, parameter.device, on_device) for name, value in made.items()}
     return None

@@ -21,6 +21,7 @@ from tests.unit.mixed_job import Job
 from torchrec_checknrun import Checkpointer, Images
 from torchrec_checknrun.dense.live_values import LIVE, pack, put, why_not
 from torchrec_checknrun.dense.references import References
+from torchrec_checknrun.errors import IncompatibleCheckpoint
 from torchrec_checknrun.native import has_extension
 from torchrec_checknrun.shared_memory import file as files
 
@@ -262,3 +263,20 @@ def test_state_by_ids_comes_back(tmp_path: Path, survive: bool) -> None:
     assert differences(content(again), content(whole)) == []
     saver.close()
     whole_saver.close()
+
+
+def test_state_by_ids_in_the_place_of_another_optimizers_is_told(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 1)
+
+    def saver(optimizer: optim.Optimizer) -> Checkpointer:
+        return Checkpointer(tmp_path, model=layer, state={"dense": optimizer})
+
+    adam = optim.Adam(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    layer.zero_grad()
+    with saver(adam) as first:
+        first.steps = 1
+        first.save()
+    with saver(ById(layer.parameters())) as again, pytest.raises(IncompatibleCheckpoint):
+        again.restore()
