@@ -131,6 +131,7 @@ class TrackedModel(TrackedTables):
         self._collections = Collections(model, self._resharding)
         self._converted = False
         self.restores = 0
+        self.elsewhere = {}
         collections = find_modules(model, (BaseShardedManagedCollisionEmbeddingCollection,))
         self._undo = [announce_evictions(collection) for _, collection in collections]
         self._undo += [
@@ -321,7 +322,8 @@ class TrackedModel(TrackedTables):
         left = {id(hook.kernel): hook for hook in self._hooks}
         collections = list(embedding_collections(self._model))
         found = find_kernels(self._model, self._optimizers, self._kernels(), collections)
-        kernels, self.tables = found
+        kernels, tables = found
+        self.tables = {**self.elsewhere, **tables}
         before, self._hooks = self._hooks, {}
         new = []
         for kernel in kernels:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from torchrec_checknrun.codecs import Rowwise
+from torchrec_checknrun.errors import UnsupportedTable
 from torchrec_checknrun.marks.layers import Consumer
 from torchrec_checknrun.model.hand_written import WriteWatch, announced
-from torchrec_checknrun.ranks import listed
+from torchrec_checknrun.ranks import Ranks, listed
 from torchrec_checknrun.shards import LocalShard, Rectangle, Rows, TableShape
 
 RowIds = torch.Tensor | np.ndarray | Sequence[int]
@@ -162,12 +163,34 @@ class TrackedTables:
     """The local shards of all tables of a model, to be marked by hand.
 
     Attributes:
-        tables: every sharded table's whole shape, the same on all ranks.
+        tables: every sharded table's whole shape; after ``agree`` the same on all ranks.
+        elsewhere: those that any rank knew then.
         shards: this rank's parts of the tables.
     """
 
     tables: dict[str, TableShape]
+    elsewhere: dict[str, TableShape]
     shards: list[TrackedShard]
+
+    def agree(self, ranks: Ranks) -> None:
+        """Learn of the tables of modules that other ranks alone have, as embedding towers are those
+        of one node; a collective.
+
+        Raises:
+            UnsupportedTable: only some ranks have a data-parallel table.
+        """
+        replicas = {shard.table for shard in self.shards if shard.local.replicated}
+        every = ranks.on_all_ranks(lambda: (self.tables, replicas))
+        for tables, of_all in every:
+            self.elsewhere |= tables
+            for rank, (others, _) in enumerate(every):
+                if missing := sorted(of_all - others.keys()):
+                    raise UnsupportedTable(
+                        f"rank {rank} lacks the data-parallel table {missing[0]!r}, whose rows "
+                        "all ranks save together: shard it row_wise or table_wise among the "
+                        "ranks that have it"
+                    )
+        self.tables = dict(self.elsewhere)
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Mark rows written by hand; call on every rank.

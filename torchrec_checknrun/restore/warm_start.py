@@ -53,6 +53,7 @@ def load_tables(
     tracked = track(model)
     ranks = Ranks(timedelta(seconds=timeout_seconds))
     try:
+        tracked.agree(ranks)
         target = Target(None, tracked, {}, {}, fit)
         found = restore(Folder(root, timeout_seconds), target, ranks, checkpoint, verify_all=False)
         if found is None:

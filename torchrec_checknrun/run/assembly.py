@@ -99,7 +99,8 @@ class Assembly:
             options = agreed(ranks, partial(Options.of, given, unknown), Options.described)
             states = options.states
             # A table may be unsupported on one rank only: the rank that holds it.
-            tracked = agreed(ranks, lambda: _track(options.model, states), _tables)
+            tracked = agreed(ranks, lambda: _track(options.model, states), _tables, some_lack=True)
+            tracked.agree(ranks)
             tracked.dense.agree(ranks)
             ranks.on_all_ranks(lambda: _require_declared(options))
             options = options.without_buffers(tracked.dense.of_some)
@@ -340,8 +341,7 @@ def _warn_of_sums(model: nn.Module, states: Mapping[str, Stateful]) -> None:
 
 
 def _tables(tracked: TrackedModel) -> dict[str, str]:
-    sizes = {name: f"{table.rows} × {table.dim}" for name, table in tracked.tables.items()}
-    return {f"the model's table {name!r}": size for name, size in sizes.items()}
+    return {f"the model's table {n!r}": f"{t.rows} × {t.dim}" for n, t in tracked.tables.items()}
 
 
 def _target(options: Options, tracked: TrackedModel) -> Target:

@@ -302,12 +302,19 @@ def _check_agreement(summaries: list[PlanSummary]) -> None:
     for rank, summary in enumerate(summaries[1:], 1):
         for what in ("header", "tables", "per_rank", "lowest"):
             first, other = getattr(summaries[0], what), getattr(summary, what)
-            if first != other:
-                raise InvalidPlan(
-                    f"ranks 0 and {rank} don't save the same checkpoint: {what} is {first} there "
-                    f"and {other} here; call save on all ranks at the same step with the same "
-                    "arguments"
+            if first == other:
+                continue
+            remedy = "call save on all ranks at the same step with the same arguments"
+            if what == "tables":
+                first, other = (
+                    dict(first.items() - other.items()),
+                    dict(other.items() - first.items()),
                 )
+                remedy = "make a Checkpointer, which saves tables that only some ranks have"
+            raise InvalidPlan(
+                f"ranks 0 and {rank} don't save the same checkpoint: {what} is {first} there "
+                f"and {other} here; {remedy}"
+            )
         if summary.names != summaries[0].names:
             raise UnsupportedState(
                 f"the model on rank {rank} has values under other names than on rank 0, and one "
