@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ BEHIND_TRAINING = 5
 processors with them. No more than that: other work of the machine must not starve them.
 """
 _END_SECONDS = 10.0
+_MOST_AT_ONCE = 8
 
 
 @dataclass
@@ -165,6 +166,25 @@ class Threads:
         while (work := self._work.get()) is not None:
             work()
             del work  # frees its memory before the next item comes
+
+
+def at_once(acts: Sequence[Callable[[], T]], name: str) -> list[T]:
+    """Do several things that mostly wait, such as requests to a store, at once; return their
+    results in order.
+
+    Args:
+        name: prefix of the threads' names.
+
+    Raises:
+        Exception: the first one's that failed; those that were not begun are not done.
+    """
+    if len(acts) < 2:
+        return [act() for act in acts]
+    threads = Threads(min(_MOST_AT_ONCE, len(acts)), name)
+    try:
+        return [each.result() for each in [*map(threads.submit, acts)]]
+    finally:
+        threads.close(cancel=True)
 
 
 class ReadyThread:

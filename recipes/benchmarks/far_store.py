@@ -1,10 +1,12 @@
 """Measure what reading a chain of many small tables takes from a store that answers late.
 
     python -m recipes.benchmarks.far_store [--json out.json] [--tables 200] [--delay 0.025]
+        [--links 5]
 
 The store is memory behind a delay: each request takes as long as an object store's answer does
 before the first byte. Tables of 1,000 rows and 16 columns under row-wise Adagrad; a full checkpoint
-and five of the 128 rows of each table that two steps look up. Counted are requests of any kind.
+and differential ones of the 128 rows of each table that two steps look up. Counted are requests of
+any kind.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools.export import export_dcp
 from torchrec_checknrun.tools.verify import verify
 
-ROWS, DIM, BATCH, LINKS = 1000, 16, 64, 5
+ROWS, DIM, BATCH = 1000, 16, 64
 _CPU = torch.device("cpu")
 _ROOT = "far:///run"
 
@@ -106,7 +108,7 @@ def train(model: DistributedModelParallel, tables: int) -> None:
         model(KeyedJaggedTensor(keys, ids, lengths=lengths)).sum().backward()
 
 
-def measure(tables: int, delay: float) -> dict[str, dict[str, float]]:
+def measure(tables: int, delay: float, links: int) -> dict[str, dict[str, float]]:
     """Return seconds and requests of each way to read the chain."""
     torch.manual_seed(0)
     model = Model(tables, torch.device("meta"))
@@ -118,7 +120,7 @@ def measure(tables: int, delay: float) -> dict[str, dict[str, float]]:
     follower = Follower(_ROOT, Model(tables))
     folder = Folder(_ROOT)
     with Checkpointer(_ROOT, model=trained, **options) as checkpointer:
-        for _ in range(1 + LINKS):
+        for _ in range(1 + links):
             train(trained, tables)
             checkpointer.save()
         names = list(newest_required(folder).head.tables)
@@ -164,16 +166,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tables", type=int, default=200)
     parser.add_argument("--delay", type=float, default=0.025, help="seconds of a request")
+    parser.add_argument("--links", type=int, default=5, help="differential checkpoints")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     fsspec.register_implementation("far", FarStore, clobber=True)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    results = measure(given.tables, given.delay)
+    results = measure(given.tables, given.delay, given.links)
     print(table(results))
     if given.json:
-        about = {"machine": describe(), "tables": given.tables, "delay": given.delay}
-        given.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        asked = {name: getattr(given, name) for name in ("tables", "delay", "links")}
+        about = {"machine": describe(), **asked, "results": results}
+        given.json.write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

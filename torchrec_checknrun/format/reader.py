@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -35,16 +34,13 @@ from torchrec_checknrun.format.names import MANIFEST_NAME
 from torchrec_checknrun.format.rank_file import FOOTER, Header, parse_index
 from torchrec_checknrun.store.coalescing import KEPT_BYTES, CoalescedReads, Place
 from torchrec_checknrun.store.folder import Folder
-from torchrec_checknrun.threads import Threads
+from torchrec_checknrun.threads import at_once
 
 VISIBLE_SECONDS = 10.0
 """Seconds that a file that rank 0 has seen may take to appear on this machine."""
 _READS = 2
 _LOOK_SECONDS = 0.25
 """The pause between two looks for such a file."""
-_INDEXES_AT_ONCE = 8
-
-_Result = TypeVar("_Result")
 
 Columns = tuple[int, int]
 """A half-open range of columns."""
@@ -99,45 +95,36 @@ def read_indexes(
         CorruptCheckpoint: a file is missing or too short, or its index is damaged.
         UnsupportedFormat: a chunk's kind or codec is unknown to this release.
     """
-    folder = root / manifest.id
-
-    def index_of(file: RankFile) -> list[tuple[Entry, Header | None]]:
-        where = f"{folder}/{file.name}"
-        data = at_hand.get((manifest.id, file.name))
-        if data is None:
-            data = _index_bytes(folder, file, where, visible_seconds)
-        return parse_index(data, file, where)
-
-    indexes = _at_once([partial(index_of, file) for file in manifest.files])
-    return tuple(
-        StoredChunk(manifest.id, file.name, number, entry, header)
-        for file, index in zip(manifest.files, indexes, strict=True)
-        for number, (entry, header) in enumerate(index)
-    )
+    missing = [(manifest.id, f) for f in manifest.files if (manifest.id, f.name) not in at_hand]
+    read = read_index_bytes(root, missing, visible_seconds)
+    found = []
+    for file in manifest.files:
+        key = manifest.id, file.name
+        data = read[key] if key in read else at_hand[key]
+        index = parse_index(data, file, f"{root / manifest.id}/{file.name}")
+        found += [
+            StoredChunk(manifest.id, file.name, number, entry, header)
+            for number, (entry, header) in enumerate(index)
+        ]
+    return tuple(found)
 
 
-def read_index_bytes(root: Folder, files: Sequence[tuple[str, RankFile]]) -> IndexBytes:
+def read_index_bytes(
+    root: Folder,
+    files: Sequence[tuple[str, RankFile]],
+    visible_seconds: float = VISIBLE_SECONDS,
+) -> IndexBytes:
     """Read the indexes of rank files of checkpoints, verified.
 
     Raises:
         CorruptCheckpoint: as ``read_indexes``.
     """
     reads = [
-        partial(_index_bytes, root / id, file, f"{root / id}/{file.name}", VISIBLE_SECONDS)
+        partial(_index_bytes, root / id, file, f"{root / id}/{file.name}", visible_seconds)
         for id, file in files
     ]
-    return dict(zip([(id, file.name) for id, file in files], _at_once(reads), strict=True))
-
-
-def _at_once(reads: Sequence[Callable[[], _Result]]) -> list[_Result]:
-    """Do several reads at once: each is a request of its own."""
-    if len(reads) < 2:
-        return [read() for read in reads]
-    threads = Threads(min(_INDEXES_AT_ONCE, len(reads)), "checknrun-index")
-    try:
-        return [each.result() for each in [*map(threads.submit, reads)]]
-    finally:
-        threads.close(cancel=True)
+    keys = [(id, file.name) for id, file in files]
+    return dict(zip(keys, at_once(reads, "checknrun-index"), strict=True))
 
 
 def _index_bytes(folder: Folder, file: RankFile, where: str, visible_seconds: float) -> bytearray:
@@ -293,12 +280,16 @@ def read_chain(
     Raises:
         CorruptCheckpoint: as ``read_indexes`` and ``with_bases``.
     """
+    manifests = [*chain]
+    files = ((manifest.id, file) for manifest in manifests for file in manifest.files)
+    missing = [(id, file) for id, file in files if (id, file.name) not in at_hand]
+    read = {**at_hand, **read_index_bytes(root, missing)}
     found: list[tuple[StoredChunk, ...]] = []
-    for manifest in chain:
+    for manifest in manifests:
         if found and not whole:
             found[-1] = tuple(map(_without_tree, found[-1]))
         parents = dense_chunks(found[-1]) if found else {}
-        indexes = read_indexes(root, manifest, at_hand=at_hand)
+        indexes = read_indexes(root, manifest, at_hand=read)
         found.append(with_bases(manifest, indexes, parents))
     return found
 
@@ -358,12 +349,11 @@ def read_chunk(
 
 
 def coalesced_reads(
-    root: Folder, chunks: Iterable[StoredChunk], most: int = KEPT_BYTES
+    root: Folder, chunks: Iterable[StoredChunk], most: int = KEPT_BYTES, ahead: bool = False
 ) -> CoalescedReads:
     """Return the reads of chunks, and of all that they are differences to, for ``read_chunk``.
 
-    Args:
-        most: bytes to keep.
+    Args: see ``CoalescedReads``.
     """
     found: dict[str, StoredChunk] = {}
     for chunk in chunks:
@@ -371,7 +361,7 @@ def coalesced_reads(
         while link is not None and link.key not in found:
             found[link.key] = link
             link = link.base
-    return CoalescedReads(root, found.values(), most)
+    return CoalescedReads(root, found.values(), most, ahead)
 
 
 def _read_payload(

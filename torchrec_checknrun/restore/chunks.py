@@ -290,8 +290,8 @@ def read_chunks(
     run_in_order(load_run, sizes, stages, most, threads)
     others = [chunk for chunk in chunks if chunk.key not in rows]
     read = partial(read_chunk, root)
-    if len(others) > 1:
-        read = partial(read_chunk, root, at_hand=coalesced_reads(root, others).part)
+    if others:
+        read = partial(read_chunk, root, at_hand=coalesced_reads(root, others, ahead=True).part)
     for chunk in others:
         load(ReadableChunk(chunk, partial(read, chunk), nullcontext()))
 

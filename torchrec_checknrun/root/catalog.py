@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from torchrec_checknrun.errors import (
@@ -18,15 +19,17 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.root.chain import copy_among, incompatibility, parent_among
+from torchrec_checknrun.root.chain import incompatibility
 from torchrec_checknrun.root.checkpoints import (
     committed,
     describe_empty,
     files_problem,
     read_manifest,
 )
+from torchrec_checknrun.root.lineage import copy_among, parent_among
 from torchrec_checknrun.root.retention import abandoned_ids, is_pinned
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.threads import at_once
 from torchrec_checknrun.writers.claims import FOLDER, Claim, Claims, read_claims, require_claim
 from torchrec_checknrun.writers.liveness import seems_alive
 
@@ -145,20 +148,11 @@ def _read(root: Folder, ids: Sequence[str]) -> _Content:
         StorageUnreachable: the storage doesn't answer.
     """
     content = _Content()
-    for id in ids:
-        content.files[id] = {}
-        try:
-            files = content.files[id] = (root / id).sizes()
-            # Links and pipes aren't among the files; reading one raises a precise error.
-            if MANIFEST_NAME not in files and MANIFEST_NAME not in (root / id).names():
-                continue
-            content.manifests[id] = read_manifest(root, id)
-        except (CheckNRunError, StorageFailed) as error:
-            if isinstance(error, StorageUnreachable):
-                raise
-            content.problems[id] = str(error)
-            continue
-        problem = files_problem(content.manifests[id], files)
+    looks = at_once([partial(_look, root, id) for id in ids], "checknrun-catalog")
+    for id, (files, manifest, problem) in zip(ids, looks, strict=True):
+        content.files[id] = files
+        if manifest is not None:
+            content.manifests[id] = manifest
         if problem is not None:
             content.problems[id] = problem
     for child in content.manifests.values():
@@ -171,6 +165,26 @@ def _read(root: Folder, ids: Sequence[str]) -> _Content:
                 "a copy of the root"
             )
     return content
+
+
+def _look(root: Folder, id: str) -> tuple[Mapping[str, int], Manifest | None, str | None]:
+    """Return the sizes of a directory's files, its manifest, and why it can't be used.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    files: Mapping[str, int] = {}
+    try:
+        files = (root / id).sizes()
+        # Links and pipes aren't among the files; reading one raises a precise error.
+        if MANIFEST_NAME not in files and MANIFEST_NAME not in (root / id).names():
+            return files, None, None
+        manifest = read_manifest(root, id)
+    except (CheckNRunError, StorageFailed) as error:
+        if isinstance(error, StorageUnreachable):
+            raise
+        return files, None, str(error)
+    return files, manifest, files_problem(manifest, files)
 
 
 def _lost_claim(

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 from torchrec_checknrun.errors import (
@@ -28,9 +36,11 @@ from torchrec_checknrun.root.checkpoints import (
     has_manifest,
     names_in,
     read_manifest,
+    read_sound,
 )
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.store.retry import tells_nothing
+from torchrec_checknrun.threads import at_once
 from torchrec_checknrun.writers.claims import Claims, read_claims, require_claim
 from torchrec_checknrun.writers.liveness import newer_epochs
 
@@ -40,6 +50,8 @@ _LOOKS = 10
 """The number of looks at a root that changes during each of them."""
 _TOLD = 8
 """Problems that an error tells."""
+_MOST_AHEAD = 16
+"""Checkpoints that are read at once."""
 IGNORED = "it was committed by a writer that had been replaced by then, and doesn't count"
 """Why a whole checkpoint is passed over, until somebody makes it count."""
 
@@ -85,7 +97,7 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
     link = child.parent
     assert link is not None, f"{child.id} is full"
     is_parent = (parent.id, parent.checksum) == (link.id, link.checksum)
-    if not is_parent and not _stands_in(child, parent):
+    if not is_parent and not stands_in(child, parent):
         return (
             f"{child.id} needs {link.id} with checksum {link.checksum}, but the one there has "
             f"{parent.checksum}: it was replaced"
@@ -111,35 +123,7 @@ def incompatibility(child: Manifest, parent: Manifest) -> str | None:
     return None
 
 
-def parent_among(child: Manifest, known: Mapping[str, Manifest]) -> Manifest | None:
-    """Find a checkpoint's parent, or a compacted copy that stands in for a parent that is lost.
-
-    Args:
-        known: checkpoints by id.
-
-    Returns:
-        The parent, even one that the child can't build on; None without a parent or any copy.
-    """
-    if child.parent is None:
-        return None
-    parent = known.get(child.parent.id)
-    if parent is None or incompatibility(child, parent) is not None:
-        return copy_among(child, known.values()) or parent
-    return parent
-
-
-def copy_among(child: Manifest, known: Iterable[Manifest]) -> Manifest | None:
-    """Find the compacted copy that stands in for a checkpoint's parent: of several the one with the
-    highest id, so that nobody deletes what another one reads.
-    """
-    if not child.deltas:
-        return None
-    copies = (one for one in known if _stands_in(child, one))
-    fitting = (copy for copy in copies if incompatibility(child, copy) is None)
-    return max(fitting, key=lambda copy: copy.id, default=None)
-
-
-def _stands_in(child: Manifest, copy: Manifest) -> bool:
+def stands_in(child: Manifest, copy: Manifest) -> bool:
     """Tell whether a compacted copy of a child's parent can take the parent's place: a copy names
     its original by checksum; digests are compared like a parent's.
     """
@@ -183,12 +167,18 @@ def walk(
     yield from path
 
 
-def resolve(root: Folder, name: str, known: MutableMapping[str, Manifest] | None = None) -> Chain:
+def resolve(
+    root: Folder,
+    name: str,
+    known: MutableMapping[str, Manifest] | None = None,
+    listed: Sequence[str] | None = None,
+) -> Chain:
     """Return the chain that ends at ``name``, its manifests and file sizes checked.
 
     Args:
         known: by id, checkpoints that such calls have checked, which are not read again; receives
             those that this call checks. None: there was no other call.
+        listed: the names in the root, if they were listed before.
 
     Raises:
         CheckpointNotFound: ``name`` itself is not a committed checkpoint.
@@ -197,15 +187,18 @@ def resolve(root: Folder, name: str, known: MutableMapping[str, Manifest] | None
         CorruptCheckpoint, UnsupportedFormat: ``name``'s own manifest or files are damaged.
     """
     checked = {} if known is None else known
+    names = cache(root.names if listed is None else lambda: [*listed])
+    ahead = _Ahead(root, names, checked)
 
     def find(child: Manifest, id: str) -> Manifest:
         lost: CheckNRunError | StorageFailed | None = None
         try:
-            parent = checked.get(id) or read_manifest(root, id)
+            sound = checked.get(id) or ahead.get(id)
+            parent = sound or read_manifest(root, id)
             if incompatibility(child, parent) is None:
-                if id not in checked:
+                if sound is None:
                     check_sizes(root, parent)
-                    checked[id] = parent
+                checked[id] = parent
                 return parent
         except StorageUnreachable:
             raise
@@ -220,14 +213,40 @@ def resolve(root: Folder, name: str, known: MutableMapping[str, Manifest] | None
             raise ChainBroken(f"{child.id} needs {id}, which can't be used: {lost}") from lost
         return parent  # refused by walk()
 
-    names = cache(root.names)
-
     def stand_in(child: Manifest) -> Manifest | None:
         return _find_copy(root, names, child)
 
     head = read_manifest(root, name)
     check_sizes(root, head)
     return Chain(tuple(walk(head, find, stand_in))[::-1])
+
+
+@dataclass
+class _Ahead:
+    """A chain's next checkpoints, if the next older ones: read at once, since a store is far away.
+
+    Attributes:
+        names: returns the names in the root.
+        known: checkpoints by id, which are not read.
+    """
+
+    root: Folder
+    names: Callable[[], list[str]]
+    known: Container[str]
+    count: int = 1
+    found: Mapping[str, Manifest] = field(default_factory=dict)
+
+    def get(self, id: str) -> Manifest | None:
+        """Return a checkpoint's manifest, as ``read_sound``; None to read it alone."""
+        if id not in self.found and self.count > 1:  # most chains are of two
+            ids = parse_ids(self.names())
+            older = sorted(ids, key=lambda name: ids[name].sequence, reverse=True)
+            first = older.index(id) if id in ids else len(older)
+            left = [each for each in older[first:] if each not in self.known]
+            acts = [partial(read_sound, self.root, each) for each in left[: self.count]]
+            self.found = {each.id: each for each in at_once(acts, "checknrun-chain") if each}
+        self.count = min(2 * self.count, _MOST_AHEAD)
+        return self.found.get(id)
 
 
 def _find_copy(root: Folder, names: Callable[[], list[str]], child: Manifest) -> Manifest | None:
@@ -340,7 +359,7 @@ def _newest(
         if name in unusable:
             continue
         try:
-            chain = resolve(root, name, known)
+            chain = resolve(root, name, known, names)
             _require_usable(chain, unusable)
         except CheckpointNotFound:
             logger.info("%s in %s was never committed", name, root)

@@ -121,7 +121,7 @@ def committed(root: Folder, listing: Listing | None = None) -> list[str]:
     Raises:
         StorageFailed: the root can't be listed, or the storage doesn't answer.
     """
-    found = find_checkpoints(root, Listing.of(root.names()) if listing is None else listing)
+    found = find_checkpoints(root, listing or Listing.of(root.names()))
     return [name for _, name in found.numbered] + list(found.damaged)
 
 
@@ -196,6 +196,21 @@ def check_sizes(root: Folder, manifest: Manifest) -> None:
         raise CorruptCheckpoint(f"{root}/{manifest.id}/{problem}")
 
 
+def read_sound(root: Folder, name: str) -> Manifest | None:
+    """Return a checkpoint's manifest if its files have their sizes; None if anything is wrong.
+
+    Raises:
+        StorageUnreachable: the storage doesn't answer.
+    """
+    try:
+        check_sizes(root, manifest := read_manifest(root, name))
+    except (CheckNRunError, StorageFailed) as error:
+        if isinstance(error, StorageUnreachable):
+            raise
+        return None
+    return manifest
+
+
 def highest_sequence(root: Folder) -> int:
     """Return the highest sequence number in use, committed or not; 0 if there is none."""
     found = find_checkpoints(root, Listing.of(root.names()))
@@ -217,7 +232,7 @@ def find_checkpoints(root: Folder, listing: Listing) -> Found:
         if (id := listing.ids.get(name)) is not None:
             ages.append((id.sequence, id.is_copy, name))
             continue
-        if not _is_unicode(name):
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
             logger.warning("%s/%r is passed over: its name is not UTF-8; rename it", root, name)
             continue
         # A user's name: only the manifest knows the number. A link is not a directory of this
@@ -332,10 +347,6 @@ def _read_small(root: Folder, name: str) -> bytes:
             "copy the checkpoint there to use it"
         )
     return (root / name).read(MANIFEST_NAME, 0, MANIFEST_BYTES + 1)
-
-
-def _is_unicode(name: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _problem(root: Folder, name: str, error: CheckNRunError | StorageFailed) -> Exception | None:

@@ -23,8 +23,8 @@ from torchrec_checknrun.format.names import (
     CheckpointId,
     parse_id,
 )
-from torchrec_checknrun.root.chain import parent_among
 from torchrec_checknrun.root.checkpoints import has_manifest
+from torchrec_checknrun.root.lineage import parent_among
 from torchrec_checknrun.root.retention import PINNED
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.writers.claims import FOLDER

@@ -8,13 +8,13 @@ root.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torchrec_checknrun.format.losses import Loss
 from torchrec_checknrun.format.manifest import Header, Link, Manifest
 from torchrec_checknrun.format.names import new_id
-from torchrec_checknrun.root.chain import Chain, narrow, parent_among
+from torchrec_checknrun.root.chain import Chain, incompatibility, narrow, stands_in
 from torchrec_checknrun.root.policy import Decision, Policy
 from torchrec_checknrun.root.report import CheckpointReport, Progress, checkpoint_report
 from torchrec_checknrun.store.folder import Folder
@@ -245,6 +245,34 @@ class Lineage:
         return widths != self._widths and any(
             bits > self._widths.get(table, bits) for table, bits in widths.items()
         )
+
+
+def parent_among(child: Manifest, known: Mapping[str, Manifest]) -> Manifest | None:
+    """Find a checkpoint's parent, or a compacted copy that stands in for a parent that is lost.
+
+    Args:
+        known: checkpoints by id.
+
+    Returns:
+        The parent, even one that the child can't build on; None without a parent or any copy.
+    """
+    if child.parent is None:
+        return None
+    parent = known.get(child.parent.id)
+    if parent is None or incompatibility(child, parent) is not None:
+        return copy_among(child, known.values()) or parent
+    return parent
+
+
+def copy_among(child: Manifest, known: Iterable[Manifest]) -> Manifest | None:
+    """Find the compacted copy that stands in for a checkpoint's parent: of several the one with the
+    highest id, so that nobody deletes what another one reads.
+    """
+    if not child.deltas:
+        return None
+    copies = (one for one in known if stands_in(child, one))
+    fitting = (copy for copy in copies if incompatibility(child, copy) is None)
+    return max(fitting, key=lambda copy: copy.id, default=None)
 
 
 def restores_alike(one: Manifest, other: Manifest) -> bool:

@@ -24,7 +24,6 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME, CheckpointId
-from torchrec_checknrun.root.chain import parent_among
 from torchrec_checknrun.root.checkpoints import (
     Listing,
     committed,
@@ -43,6 +42,7 @@ from torchrec_checknrun.root.deletion import (
     with_parents,
 )
 from torchrec_checknrun.root.followers import delete_silent, held_by_followers
+from torchrec_checknrun.root.lineage import parent_among
 from torchrec_checknrun.root.retention import (
     PINNED,
     Retention,

@@ -16,8 +16,9 @@ from torchrec_checknrun.errors import ChainBroken, CheckpointNotFound, CorruptCh
 from torchrec_checknrun.format.checks import Record, Text, seal, unseal
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import CheckpointId, parse_ids
-from torchrec_checknrun.root.chain import copy_among, incompatibility, parent_among, walk
+from torchrec_checknrun.root.chain import incompatibility, walk
 from torchrec_checknrun.root.checkpoints import read_manifest
+from torchrec_checknrun.root.lineage import copy_among, parent_among
 from torchrec_checknrun.store.folder import Folder
 
 PINNED = "pinned"

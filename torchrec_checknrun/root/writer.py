@@ -14,7 +14,7 @@ from torchrec_checknrun.errors import (
 )
 from torchrec_checknrun.format.manifest import Link, Manifest
 from torchrec_checknrun.format.names import MANIFEST_NAME
-from torchrec_checknrun.root.chain import IGNORED, Chain, parent_among
+from torchrec_checknrun.root.chain import IGNORED, Chain
 from torchrec_checknrun.root.checkpoints import (
     Listing,
     committed,
@@ -31,7 +31,13 @@ from torchrec_checknrun.root.counting import (
     require_newest,
     require_publications,
 )
-from torchrec_checknrun.root.lineage import Lineage, Proposal, last_number, note_number
+from torchrec_checknrun.root.lineage import (
+    Lineage,
+    Proposal,
+    last_number,
+    note_number,
+    parent_among,
+)
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.prune import Pruned, prune
 from torchrec_checknrun.root.pruner import Pruner

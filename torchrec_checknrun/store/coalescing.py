@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torchrec_checknrun.store.folder import Folder
+from torchrec_checknrun.threads import at_once
 
 RUN_BYTES = 1 << 20
 """Bytes of one request for several parts, at most."""
@@ -120,9 +122,16 @@ class CoalescedReads:
     Args:
         parts: all that may be asked for.
         most: bytes to keep.
+        ahead: read as many runs, and small parts that lie beside no other, as are kept: several at
+            once, now.
+
+    Raises:
+        OSError: the storage failed.
     """
 
-    def __init__(self, root: Folder, parts: Iterable[Placed], most: int = KEPT_BYTES) -> None:
+    def __init__(
+        self, root: Folder, parts: Iterable[Placed], most: int = KEPT_BYTES, ahead: bool = False
+    ) -> None:
         self._root = root
         self._left = most
         self._runs: dict[Place, Run[Placed]] = {}
@@ -130,8 +139,19 @@ class CoalescedReads:
         in_files = sorted(parts, key=lambda part: part.place)
         files = {part.place[:2] for part in in_files}
         for run in coalesced(in_files, min(RUN_BYTES, most // max(1, len(files)))):
-            if len(run.parts) > 1:
+            if len(run.parts) > 1 or (ahead and run.size <= RUN_BYTES):
                 self._runs |= dict.fromkeys((part.place for part in run.parts), run)
+        if ahead:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        for run in self._runs.values():
+            first = run.parts[0].place
+            if first not in self._held and run.size <= self._left:
+                self._left -= run.size
+                self._held[first] = RunBytes(self._root, run)
+        reads = [partial(held.part, place) for place, held in self._held.items()]
+        at_once(reads, "checknrun-ahead")
 
     def part(self, place: Place) -> memoryview | None:
         """Return a copy of a part's bytes; None if it lies beside no other, or as

@@ -20,7 +20,7 @@ from torchrec_checknrun.format.entries import StateEntry
 from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.reader import read_chain
 from torchrec_checknrun.restore.chunks import read_content
-from torchrec_checknrun.root import catalog, retention
+from torchrec_checknrun.root import catalog, lineage, retention
 from torchrec_checknrun.root import chain as chains
 from torchrec_checknrun.root.catalog import inventory
 from torchrec_checknrun.root.chain import newest_required
@@ -44,7 +44,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         count += 1
         return incompatibility(child, parent)
 
-    for module in (chains, retention, catalog):
+    for module in (chains, lineage, retention, catalog):
         monkeypatch.setattr(module, "incompatibility", counted, raising=False)
 
     def taken() -> int:

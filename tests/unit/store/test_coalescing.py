@@ -132,12 +132,15 @@ def test_groups_lie_side_by_side(data: st.DataObject, ranks: int, most: int) -> 
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(st.data(), st.integers(1, 3), st.sampled_from([0, 500, 5000, 1 << 20]))
-def test_any_order_gives_what_was_written(data: st.DataObject, ranks: int, most: int) -> None:
+@given(st.data(), st.integers(1, 3), st.sampled_from([0, 500, 5000, 1 << 20]), st.booleans())
+def test_any_order_gives_what_was_written(
+    data: st.DataObject, ranks: int, most: int, ahead: bool
+) -> None:
     root = new_root()
     head = write_chain(root, 50, data.draw(random_parts(50)), ranks)
     chunks = [chunk for part in content_of(root, head).chunks for chunk in part]
-    reads = coalesced_reads(root, chunks, most)
+    reads = coalesced_reads(root, chunks, most, ahead)
+    assert not ahead or most < 1 << 20 or len(reads._held) > 0
     for chunk in data.draw(st.permutations(chunks)):
         assert read_chunk(root, chunk, at_hand=reads.part) == read_chunk(root, chunk)
         held = sum(reads._runs[key].size for key in reads._held)
