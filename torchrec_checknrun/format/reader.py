@@ -96,12 +96,12 @@ def read_indexes(
         UnsupportedFormat: a chunk's kind or codec is unknown to this release.
     """
     missing = [(manifest.id, f) for f in manifest.files if (manifest.id, f.name) not in at_hand]
-    read = read_index_bytes(root, missing, visible_seconds)
+    read = read_index_bytes(root, missing, visible_seconds) if missing else {}
     found = []
     for file in manifest.files:
         key = manifest.id, file.name
         data = read[key] if key in read else at_hand[key]
-        index = parse_index(data, file, f"{root / manifest.id}/{file.name}")
+        index = parse_index(data, file, f"{root}/{manifest.id}/{file.name}")
         found += [
             StoredChunk(manifest.id, file.name, number, entry, header)
             for number, (entry, header) in enumerate(index)
@@ -119,36 +119,34 @@ def read_index_bytes(
     Raises:
         CorruptCheckpoint: as ``read_indexes``.
     """
-    reads = [
-        partial(_index_bytes, root / id, file, f"{root / id}/{file.name}", visible_seconds)
-        for id, file in files
-    ]
+    reads = [partial(_index_bytes, root / id, file, visible_seconds) for id, file in files]
     keys = [(id, file.name) for id, file in files]
     return dict(zip(keys, at_once(reads, "checknrun-index"), strict=True))
 
 
-def _index_bytes(folder: Folder, file: RankFile, where: str, visible_seconds: float) -> bytearray:
+def _index_bytes(folder: Folder, file: RankFile, visible_seconds: float) -> bytearray:
     """Read the index of a rank file, verified; see ``read_indexes``."""
-    _check_layout(file, where)
+    _check_layout(folder, file)
     data = bytearray(file.index_length)
     wanted = file.index_offset, file.index_checksum
     _, checksum = _checked(folder, memoryview(data), file.name, *wanted, visible_seconds)
     if checksum != file.index_checksum:
         raise _damage(
             folder,
-            f"{where}: the index at {file.index_offset} has checksum {checksum}, the manifest "
-            f"says {file.index_checksum}",
+            f"{folder}/{file.name}: the index at {file.index_offset} has checksum {checksum}, the "
+            f"manifest says {file.index_checksum}",
         )
     return data
 
 
-def _check_layout(file: RankFile, where: str) -> None:
+def _check_layout(folder: Folder, file: RankFile) -> None:
     """Check that index and footer end the file, and the size of the index."""
     end = file.index_offset + file.index_length + FOOTER.size
     if end != file.size or file.index_length > INDEX_BYTES:
         raise CorruptCheckpoint(
-            f"{where}: an index of {file.index_length} bytes at {file.index_offset} and a footer "
-            f"don't end a file of {file.size} bytes, or the index exceeds {INDEX_BYTES} bytes"
+            f"{folder}/{file.name}: an index of {file.index_length} bytes at {file.index_offset} "
+            f"and a footer don't end a file of {file.size} bytes, or the index exceeds "
+            f"{INDEX_BYTES} bytes"
         )
 
 

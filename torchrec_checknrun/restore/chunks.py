@@ -67,6 +67,11 @@ class ChainContent:
     chain: Chain
     chunks: tuple[tuple[StoredChunk, ...], ...]
 
+    @cached_property
+    def head(self) -> Manifest:
+        """Return the newest checkpoint."""
+        return self.chain.head
+
     def reader(self, root: Folder) -> Read:
         """Return a reader of all chunks, for one thread: it reads small ones together."""
         reads = coalesced_reads(root, chained.from_iterable(self.chunks))
@@ -290,7 +295,8 @@ def read_chunks(
     run_in_order(load_run, sizes, stages, most, threads)
     others = [chunk for chunk in chunks if chunk.key not in rows]
     read = partial(read_chunk, root)
-    if others:
+    # A difference to a whole one takes two requests.
+    if len(others) > 1 or any(c.base is not None and c.base.base is not None for c in others):
         read = partial(read_chunk, root, at_hand=coalesced_reads(root, others, ahead=True).part)
     for chunk in others:
         load(ReadableChunk(chunk, partial(read, chunk), nullcontext()))

@@ -180,7 +180,7 @@ class ChainRestore:
     def _match(self) -> None:
         """Match the checkpoint's tables with the live ones, and make the live state ready."""
         content = self._content
-        self._head = content.chain.head
+        self._head = content.head
         saved_tables = self._head.tables
         self._saved_tables = {n: TableShape(t.rows, t.dim) for n, t in saved_tables.items()}
         self._shards: list[LocalShard] = []

@@ -100,7 +100,7 @@ class SavedStates:
     @classmethod
     def of(cls, content: ChainContent) -> SavedStates:
         """Return the states of a chain's head."""
-        head = content.chain.head
+        head = content.head
         chunks: dict[str, dict[int | None, tuple[str, Tree]]] = {}
         for chunk in content.chunks[-1]:
             if isinstance(entry := chunk.entry, StateEntry):

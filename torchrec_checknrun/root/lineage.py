@@ -264,6 +264,14 @@ def parent_among(child: Manifest, known: Mapping[str, Manifest]) -> Manifest | N
     return parent
 
 
+def ancestors(manifest: Manifest, known: Mapping[str, Manifest]) -> list[Manifest]:
+    """Return a checkpoint and those that it builds on, newest first, as far as they are known."""
+    found = [manifest]
+    while (parent := parent_among(found[-1], known)) and parent.sequence < found[-1].sequence:
+        found.append(parent)
+    return found
+
+
 def copy_among(child: Manifest, known: Iterable[Manifest]) -> Manifest | None:
     """Find the compacted copy that stands in for a checkpoint's parent: of several the one with the
     highest id, so that nobody deletes what another one reads.

@@ -18,7 +18,7 @@ from torchrec_checknrun.format.manifest import Manifest
 from torchrec_checknrun.format.names import CheckpointId, parse_ids
 from torchrec_checknrun.root.chain import incompatibility, walk
 from torchrec_checknrun.root.checkpoints import read_manifest
-from torchrec_checknrun.root.lineage import copy_among, parent_among
+from torchrec_checknrun.root.lineage import ancestors, copy_among, parent_among
 from torchrec_checknrun.store.folder import Folder
 
 PINNED = "pinned"
@@ -243,9 +243,8 @@ def next_parents(manifests: Iterable[Manifest], epoch: int, *, copies: bool) -> 
     own = [known[id] for id, original in originals.items() if original == id]
     if not own:
         return []
-    last = base = max(own, key=lambda manifest: manifest.sequence)
-    while (parent := parent_among(base, known)) and parent.sequence < base.sequence:
-        base = parent
+    last = max(own, key=lambda manifest: manifest.sequence)
+    base = ancestors(last, known)[-1]
     of_copies = (id for id, original in originals.items() if original != id and copies)
     return [last.id, *(id for id in of_copies if known[id].sequence > base.sequence)]
 

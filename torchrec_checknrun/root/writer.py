@@ -34,9 +34,9 @@ from torchrec_checknrun.root.counting import (
 from torchrec_checknrun.root.lineage import (
     Lineage,
     Proposal,
+    ancestors,
     last_number,
     note_number,
-    parent_among,
 )
 from torchrec_checknrun.root.policy import Policy
 from torchrec_checknrun.root.prune import Pruned, prune
@@ -294,12 +294,7 @@ class RootWriter:
         """Return what a checkpoint with this parent builds on in the lineage, newest first."""
         history = {m.id: m for m in self._lineage.history}
         found = None if parent is None else history.get(parent.id)
-        if found is None or found.link != parent:
-            return []
-        chain = [found]
-        while (older := parent_among(chain[-1], history)) and older.sequence < chain[-1].sequence:
-            chain.append(older)
-        return chain
+        return [] if found is None or found.link != parent else ancestors(found, history)
 
     def _broken_end(self, chain: list[Manifest]) -> str | None:
         """Return the end of a chain that is missing, or that lacks files, if any. Of the others,
