@@ -182,9 +182,13 @@ def at_once(acts: Sequence[Callable[[], T]], name: str) -> list[T]:
         return [act() for act in acts]
     threads = Threads(min(_MOST_AT_ONCE, len(acts)), name)
     try:
-        return [each.result() for each in [*map(threads.submit, acts)]]
-    finally:
-        threads.close(cancel=True)
+        found = [each.result() for each in [*map(threads.submit, acts)]]
+    except BaseException as error:
+        # An interrupt leaves a request that hangs alone.
+        threads.close(cancel=True, seconds=None if isinstance(error, Exception) else 0.0)
+        raise
+    threads.close()
+    return found
 
 
 class ReadyThread:

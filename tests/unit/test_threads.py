@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import NoReturn
 
 import pytest
 
-from torchrec_checknrun.threads import ReadyThread, Threads
+from torchrec_checknrun.threads import ReadyThread, Threads, at_once
 
 
 def test_several_things_at_a_time() -> None:
@@ -125,3 +126,51 @@ def test_a_ready_thread_without_work_ends() -> None:
     del forgotten
     thread.join(60)
     assert not [t for t in threading.enumerate() if t.name == "test-ready"]
+
+
+def test_what_waits_is_done_at_once_in_order() -> None:
+    together = threading.Barrier(3, timeout=20)
+
+    def wait(number: int) -> int:
+        together.wait()
+        return number
+
+    assert at_once([partial(wait, number) for number in range(3)], "test") == [0, 1, 2]
+    assert at_once([threading.current_thread], "test") == [threading.current_thread()]
+    assert at_once([], "test") == []
+
+
+def test_the_first_error_comes_once_all_have_ended() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def fail(text: str) -> NoReturn:
+        began.wait(20)
+        raise ValueError(text)
+
+    def slow() -> None:
+        began.set()
+        threading.Event().wait(0.1)
+        ended.set()
+
+    acts: list[Callable[[], None]] = [partial(fail, "first"), slow, partial(fail, "second")]
+    with pytest.raises(ValueError, match="first"):
+        at_once(acts, "test")
+    assert ended.is_set()
+
+
+def test_an_interrupt_waits_for_nothing_that_hangs() -> None:
+    hangs, stop = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        stop.wait(60)
+
+    def interrupt() -> NoReturn:
+        hangs.wait(20)
+        raise KeyboardInterrupt
+
+    acts: list[Callable[[], None]] = [interrupt, hang]
+    with pytest.raises(KeyboardInterrupt):
+        at_once(acts, "test")
+    assert not stop.is_set()
+    stop.set()
