@@ -164,7 +164,7 @@ class TrackedTables:
 
     Attributes:
         tables: every sharded table's whole shape; after ``agree`` the same on all ranks.
-        elsewhere: those that any rank knew then.
+        elsewhere: those that only other ranks know.
         shards: this rank's parts of the tables.
     """
 
@@ -182,7 +182,7 @@ class TrackedTables:
         replicas = {shard.table for shard in self.shards if shard.local.replicated}
         every = ranks.on_all_ranks(lambda: (self.tables, replicas))
         for tables, of_all in every:
-            self.elsewhere |= tables
+            self.elsewhere |= {name: tables[name] for name in tables.keys() - self.tables.keys()}
             for rank, (others, _) in enumerate(every):
                 if missing := sorted(of_all - others.keys()):
                     raise UnsupportedTable(
@@ -190,7 +190,7 @@ class TrackedTables:
                         "all ranks save together: shard it row_wise or table_wise among the "
                         "ranks that have it"
                     )
-        self.tables = dict(self.elsewhere)
+        self.tables = {**self.elsewhere, **self.tables}
 
     def mark(self, table: str, rows: RowIds) -> None:
         """Mark rows written by hand; call on every rank.

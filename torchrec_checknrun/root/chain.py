@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -171,7 +163,7 @@ def resolve(
     root: Folder,
     name: str,
     known: MutableMapping[str, Manifest] | None = None,
-    listed: Sequence[str] | None = None,
+    listed: list[str] | None = None,
 ) -> Chain:
     """Return the chain that ends at ``name``, its manifests and file sizes checked.
 
@@ -187,7 +179,7 @@ def resolve(
         CorruptCheckpoint, UnsupportedFormat: ``name``'s own manifest or files are damaged.
     """
     checked = {} if known is None else known
-    names = cache(root.names if listed is None else lambda: [*listed])
+    names = cache(root.names if listed is None else lambda: listed)
     ahead = _Ahead(root, names, checked)
 
     def find(child: Manifest, id: str) -> Manifest:
@@ -234,19 +226,24 @@ class _Ahead:
     names: Callable[[], list[str]]
     known: Container[str]
     count: int = 1
-    found: Mapping[str, Manifest] = field(default_factory=dict)
+    found: dict[str, Manifest] = field(default_factory=dict)
 
     def get(self, id: str) -> Manifest | None:
         """Return a checkpoint's manifest, as ``read_sound``; None to read it alone."""
         if id not in self.found and self.count > 1:  # most chains are of two
-            ids = parse_ids(self.names())
-            older = sorted(ids, key=lambda name: ids[name].sequence, reverse=True)
-            first = older.index(id) if id in ids else len(older)
-            left = [each for each in older[first:] if each not in self.known]
-            acts = [partial(read_sound, self.root, each) for each in left[: self.count]]
+            acts = [partial(read_sound, self.root, each) for each in self._next(id)]
             self.found = {each.id: each for each in at_once(acts, "checknrun-chain") if each}
         self.count = min(2 * self.count, _MOST_AHEAD)
         return self.found.get(id)
+
+    def _next(self, id: str) -> list[str]:
+        """Return some checkpoints, from this one on, newest first; none of a hidden root."""
+        with suppress(CheckNRunError, StorageFailed):
+            ids = parse_ids(self.names())
+            older = sorted(ids, key=lambda name: ids[name].sequence, reverse=True)
+            first = older.index(id) if id in ids else len(older)
+            return [each for each in older[first:] if each not in self.known][: self.count]
+        return []
 
 
 def _find_copy(root: Folder, names: Callable[[], list[str]], child: Manifest) -> Manifest | None:

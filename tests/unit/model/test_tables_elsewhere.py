@@ -33,11 +33,12 @@ def tables_of(tables: dict[str, TableShape]) -> TrackedTables:
     return made
 
 
-def test_tables_of_others_are_known_in_one_order() -> None:
+def test_tables_of_others_are_known() -> None:
     here, there = tables_of(HERE), tables_of(THERE)
     here.agree(TwoRanks((THERE, set())))
     there.agree(TwoRanks((HERE, set())))
     assert here.tables == there.tables == HERE | THERE
+    assert (here.elsewhere.keys(), there.elsewhere) == ({"b"}, {})
     assert tables_of(HERE)._shards_of("a") == []
 
 

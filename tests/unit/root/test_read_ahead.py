@@ -155,6 +155,17 @@ def test_a_storage_that_fails(
     assert ids(resolve(memory_root, made[1].id)) == [each.id for each in made[:2]]
 
 
+def test_a_root_that_hides_its_names(memory_root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore by id where a store's policy lets nobody list the bucket."""
+    made = put_chain(memory_root, LENGTH)
+
+    def hidden(self: Folder) -> list[str]:
+        raise StorageFailed(errno.EACCES, "no listing")
+
+    monkeypatch.setattr(Folder, "names", hidden)
+    assert ids(resolve(memory_root, made[-1].id)) == [each.id for each in made]
+
+
 def test_a_catalog_reads_several_at_once(
     memory_root: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
