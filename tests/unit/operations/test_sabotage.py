@@ -14,7 +14,7 @@ from tests.unit.operations.world import world
 from torchrec_checknrun import Consecutive, Full, Retention
 from torchrec_checknrun.compaction import compact as compaction
 from torchrec_checknrun.restore.chunks import ChainContent
-from torchrec_checknrun.root import catalog, chain, prune, retention
+from torchrec_checknrun.root import catalog, chain, lineage, prune, retention
 from torchrec_checknrun.root.lineage import Lineage
 from torchrec_checknrun.store.folder import Folder
 from torchrec_checknrun.tools import takeover, verify
@@ -52,7 +52,7 @@ def cut_manifests_count(patch: pytest.MonkeyPatch) -> None:
 
 def copies_stand_in_for_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(chain, "_find_copy", lambda *_: None)
-    for module in (chain, catalog, retention):
+    for module in (lineage, catalog, retention):
         patch.setattr(module, "copy_among", lambda *_: None)
 
 
