@@ -197,6 +197,16 @@ class Lives:
         self.saver.close()
 
 
+def end_as_killed(saver: Checkpointer, memory: str, lost: int | None) -> None:
+    """Leave images as a kill of all ranks does, without that of a lost rank."""
+    saver._release(failed=True)
+    dist.barrier()
+    if dist.get_rank() == lost:
+        for path in Path(memory).glob(f"*-{lost}of{dist.get_world_size()}.image"):
+            path.unlink()
+    dist.barrier()
+
+
 def of_tables(values: dict[str, bytes], sharded: bool) -> dict[str, bytes]:
     """Choose the rows of sharded tables with their optimizer state, or all else."""
     return {n: v for n, v in values.items() if any(t in n for t in SHARDED) == sharded}

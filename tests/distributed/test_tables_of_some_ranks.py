@@ -27,6 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.distributed.partial_lives import end_as_killed
 from tests.distributed.small_job import Workers
 from torchrec_checknrun import Checkpointer, Images, PartialRecovery, load_tables
 from torchrec_checknrun.dcp import SavePlanner, StorageWriter
@@ -179,12 +180,7 @@ def survive(root: str, memory: str, lost: bool) -> list[Any]:
     model.train()
     saver.step()
     done = model.content()
-    saver._release(failed=True)
-    dist.barrier()
-    if lost and dist.get_rank() == 1:
-        for path in Path(memory).glob("*-1of2.image"):
-            path.unlink()
-    dist.barrier()
+    end_as_killed(saver, memory, 1 if lost else None)
     with training(root, APART, 5, **options) as (model, saver):
         report = saver.restore()
         assert report is not None

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.normalized import NormalizedJob
+from tests.distributed.partial_lives import end_as_killed
 from tests.distributed.small_job import Workers
 from torchrec_checknrun import Checkpointer, Images, PartialRecovery, PerRank
 from torchrec_checknrun.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
@@ -188,12 +189,7 @@ def survive(root: str, memory: str, lost: bool) -> list[Any]:
     saved = train(job, saver)
     saver.save()
     done = train(job, saver)
-    saver._release(failed=True)
-    dist.barrier()
-    if lost and dist.get_rank() == 1:
-        for path in Path(memory).glob("*-1of2.image"):
-            path.unlink()
-    dist.barrier()
+    end_as_killed(saver, memory, 1 if lost else None)
     job, saver = make(5)
     with saver:
         report = saver.restore()

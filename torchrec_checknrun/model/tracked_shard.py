@@ -181,15 +181,15 @@ class TrackedTables:
         """
         replicas = {shard.table for shard in self.shards if shard.local.replicated}
         every = ranks.on_all_ranks(lambda: (self.tables, replicas))
-        for tables, of_all in every:
+        of_all = set().union(*(of_rank for _, of_rank in every))
+        for rank, (tables, _) in enumerate(every):
+            if missing := sorted(of_all - tables.keys()):
+                raise UnsupportedTable(
+                    f"rank {rank} lacks the data-parallel table {missing[0]!r}, whose rows all "
+                    "ranks save together: shard it row_wise or table_wise among the ranks that "
+                    "have it"
+                )
             self.elsewhere |= {name: tables[name] for name in tables.keys() - self.tables.keys()}
-            for rank, (others, _) in enumerate(every):
-                if missing := sorted(of_all - others.keys()):
-                    raise UnsupportedTable(
-                        f"rank {rank} lacks the data-parallel table {missing[0]!r}, whose rows "
-                        "all ranks save together: shard it row_wise or table_wise among the "
-                        "ranks that have it"
-                    )
         self.tables = {**self.elsewhere, **self.tables}
 
     def mark(self, table: str, rows: RowIds) -> None:
